@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.base.errors import ConfigError, run_script
 from torchtitan_lite.config import load_config
-from torchtitan_lite.errors import ConfigError, run_script
 from torchtitan_lite.planner.plan import find_device, make_plan
 
 ROOT = Path(__file__).parents[1]

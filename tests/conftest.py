@@ -30,9 +30,9 @@ from torch.distributed.pipelining import schedules
 from torchao.float8 import float8_ops, float8_training_tensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from torchtitan_lite.compiler_checks import check_compiler
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.logger import logger
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.run.compiler_checks import check_compiler
 
 sys.path.insert(0, str(Path(__file__).parent / "distributed"))
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchtitan_lite.catalog.recipes import RECIPES as RECIPES
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears
-from torchtitan_lite.float8.recipes import RECIPES as RECIPES
 from torchtitan_lite.float8.selection import LinearChoice
 
 M, K, N = 256, 128, 192

@@ -13,9 +13,9 @@ if (
 import re
 import signal
 
+from torchtitan_lite.base.errors import run_script
+from torchtitan_lite.base.logger import init_logger
 from torchtitan_lite.cli import PROGRAM, run_command
-from torchtitan_lite.errors import run_script
-from torchtitan_lite.logger import init_logger
 
 OF_A_JOB = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"

@@ -14,7 +14,6 @@ if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
-import errno
 import math
 import time
 from pathlib import Path
@@ -23,26 +22,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from torchtitan_lite.build import prepare_job
+from torchtitan_lite.base.collectives import on_rank0
+from torchtitan_lite.base.errors import (
+    STOPPED_EXIT_CODE,
+    ConfigError,
+    DataError,
+    RunError,
+    StorageError,
+)
+from torchtitan_lite.base.files import allow_open_files, own_sources
+from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.checkpoint.folders import committed_steps, hf_folder, remove_drafts
+from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
-from torchtitan_lite.collectives import on_rank0
-from torchtitan_lite.compiler_checks import check_compiler
-from torchtitan_lite.config import (
-    Config,
-    asks_for_help,
-    format_help,
-    load_config,
-    shared_settings,
-)
-from torchtitan_lite.convert_hf import export_hf
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, DataError, RunError, StorageError
-from torchtitan_lite.files import DISK_FULL, allow_open_files, own_sources, storage_fix
-from torchtitan_lite.logger import init_logger, logger
+from torchtitan_lite.config import Config, asks_for_help, format_help, load_config, shared_settings
 from torchtitan_lite.metrics.figures import summary_lines
 from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
-from torchtitan_lite.parallel.distributed import (
+from torchtitan_lite.planner.prepare import prepare_job
+from torchtitan_lite.run.compiler_checks import check_compiler
+from torchtitan_lite.run.outcome import explain, is_within
+from torchtitan_lite.run.process_group import (
     check_started_alike,
     connect_store,
     end_process,
@@ -50,14 +50,10 @@ from torchtitan_lite.parallel.distributed import (
     local_world_size,
     read_rank,
 )
-from torchtitan_lite.parallel.time_limit import find_time_limit
-from torchtitan_lite.parallel.watchdog import Watchdog, is_rank_loss
-from torchtitan_lite.run_folder import RunFolder, Status, read_status
-from torchtitan_lite.trainer import Trainer
-
-DISK_ERRORS = DISK_FULL | {errno.EIO, errno.EROFS, errno.ESTALE}
-CACHED_CODE = "torch._inductor.runtime.compile_tasks."
-"""Prefix of the names of modules that the compiler loads from its cache."""
+from torchtitan_lite.run.run_folder import RunFolder, Status, read_status
+from torchtitan_lite.run.time_limit import find_time_limit
+from torchtitan_lite.run.watchdog import Watchdog
+from torchtitan_lite.training.trainer import Trainer
 
 
 def run(config: Config, *, parent: int | None) -> int:
@@ -273,49 +269,6 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         shown = trainer.job.folder if parent.absolute() == Path.cwd() else parent
         logger.info(f"curves: {tensorboard_command(shown)}")
     logger.info(f"run folder: {trainer.job.folder}")
-
-
-def explain(error: Exception, *, folder: Path, watchdog: Watchdog) -> RunError | None:
-    """Return the RunError that describes `error`; None for an unexpected one.
-
-    `folder` is the run folder: an OSError about a file in it is a storage error.
-    """
-    if isinstance(error, RunError):
-        return error
-    if (broken := explain_compiler(error)) is not None:
-        return broken
-    if isinstance(error, OSError) and (
-        error.errno in DISK_ERRORS or is_within(folder, error.filename)
-    ):
-        return StorageError(
-            f'[job] dump_folder = "{folder}": {error}; {storage_fix(error)}, or name a folder '
-            "on another disk."
-        )
-    return watchdog.explain(error) if is_rank_loss(error) else None
-
-
-def explain_compiler(error: Exception) -> RunError | None:
-    """Return an error with the fix if a file in the compiler's cache caused `error`, else None.
-
-    The cache outlives the run. A crash of the machine or a full disk can damage it.
-    """
-    while isinstance(inner := getattr(error, "inner_exception", None), Exception):
-        error = inner  # the compiler wraps exceptions
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")  # the compiler sets it if the user has not
-    if folder is None or not any(name in str(error) for name in (folder, CACHED_CODE)):
-        return None
-    return RunError(
-        "torch.compile failed, and a broken file in its cache may be the reason: remove the folder "
-        f"{folder} and start again, or set TORCHINDUCTOR_CACHE_DIR to another. It said: "
-        f"{type(error).__name__}: {error}"
-    )
-
-
-def is_within(folder: Path, file: str | bytes | int | None) -> bool:
-    """Return whether `file` is a path inside `folder`. Neither needs to exist."""
-    return isinstance(file, str | bytes) and Path(os.fsdecode(file)).resolve().is_relative_to(
-        folder.resolve()
-    )
 
 
 @record

@@ -32,17 +32,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torchtitan_lite.build import build_batches, prepare_job
+from torchtitan_lite.base.errors import ConfigError, run_script
+from torchtitan_lite.catalog.flavors import ModelArgs
+from torchtitan_lite.catalog.lr_schedule import lr_factor
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import Config, load_config, resolve_batch
-from torchtitan_lite.errors import ConfigError, run_script
-from torchtitan_lite.lr_schedule import lr_factor
-from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
-from torchtitan_lite.parallel.distributed import end_process, init_distributed
+from torchtitan_lite.planner.prepare import prepare_job
+from torchtitan_lite.run.process_group import end_process, init_distributed
+from torchtitan_lite.training.build import build_batches
 
 BARE = {
     **ALIKE,

@@ -21,8 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchtitan_lite.base.errors import ConfigError, RunError
 from torchtitan_lite.config import Config, dump_config
-from torchtitan_lite.errors import ConfigError, RunError
 from torchtitan_lite.metrics.hardware import device_name
 
 STEP_LINE = re.compile(r"\bstep:?\s+(\d+)(?:/\d+)?\s+loss:?\s+([\d.]+)")

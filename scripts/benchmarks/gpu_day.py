@@ -33,15 +33,15 @@ from common import torchrun
 from gpu_day_tables import format_results
 from kernel_rates import derive_rates
 
-from torchtitan_lite.bench import DONE, STOPPED, Row, local_device, measure, plan_row
+from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RunError, run_script
+from torchtitan_lite.base.files import replace_file
+from torchtitan_lite.base.jsonfile import read_json_object
+from torchtitan_lite.base.logger import init_logger, logger
+from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 from torchtitan_lite.config import Float8Config, dump_config
-from torchtitan_lite.documents import read_json_object
-from torchtitan_lite.errors import STOPPED_EXIT_CODE, ConfigError, RunError, run_script
-from torchtitan_lite.files import replace_file
-from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
 from torchtitan_lite.metrics.hardware import device_name
 from torchtitan_lite.planner.measured import DATA_SHEET, VERSION
+from torchtitan_lite.tools.bench import DONE, STOPPED, Row, local_device, measure, plan_row
 
 ROOT = Path(__file__).parents[2]
 KERNEL_TIMES = (str(Path(__file__).with_name("kernel_times.py")),)  # what Python runs
@@ -242,7 +242,7 @@ def run_day(folder: Path, *, budget_s: float, only: Sequence[str]) -> Results:
     if device is None or device.fp8_tflops is None:
         raise ConfigError(
             f"{device_name()}: no data sheet with a float8 peak is known, to which rates are "
-            "relative; see torchtitan_lite/metrics/devices.py."
+            "relative; see torchtitan_lite/catalog/devices.py."
         )
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / "results.json").exists():

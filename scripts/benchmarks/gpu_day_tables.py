@@ -5,10 +5,10 @@ from typing import Any
 
 from kernel_times import COMPARED, MATMULS
 
-from torchtitan_lite.bench import DONE
-from torchtitan_lite.metrics.devices import lookup_device
+from torchtitan_lite.base.tables import format_columns
+from torchtitan_lite.catalog.devices import lookup_device
 from torchtitan_lite.planner.constants import constants_of
-from torchtitan_lite.tables import format_columns
+from torchtitan_lite.tools.bench import DONE
 
 ROW_FIGURES = {"tps": ",.0f", "bf16_ratio": ".3f", "tflops": ".4g", "mfu": ".1f"}
 ROW_FIGURES |= {"memory_gib": ".1f", "predicted_tps": ",.0f", "predicted_memory_gib": ".1f"}

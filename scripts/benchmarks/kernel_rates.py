@@ -12,12 +12,12 @@ from typing import Any
 
 from kernel_times import FLAVOR, TOKENS
 
+from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.config import Config
-from torchtitan_lite.job import build_job
-from torchtitan_lite.metrics.devices import DeviceSpec
+from torchtitan_lite.config.job import build_job
 from torchtitan_lite.planner.constants import rates_of
-from torchtitan_lite.planner.meta_model import tokenizer_values
 from torchtitan_lite.planner.roofline import Roofline
+from torchtitan_lite.planner.workload import tokenizer_values
 
 Measurement = Mapping[str, Any]  # a line of kernel_times.py
 

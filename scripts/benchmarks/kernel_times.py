@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchtitan_lite.errors import ConfigError, run_script
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.base.errors import ConfigError, run_script
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import attend, document_mask
 
 FLAVOR, TOKENS = "3-8B", 8192
@@ -59,7 +59,7 @@ class Matmul:
 
 
 def matmuls(args: ModelArgs, tokens: int) -> list[Matmul]:
-    """The three matmuls of each linear; float8/recipes.py explains them."""
+    """The three matmuls of each linear; catalog/recipes.py explains them."""
     layers = args.n_layers
     linears = {
         "wq, wo": (args.q_dim, args.dim, 2 * layers),

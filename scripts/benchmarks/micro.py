@@ -27,11 +27,11 @@ from bare_loop import plain_loss
 from common import Ratios, describe_machine, measure_pairs, run_config
 from torch import Tensor
 
+from torchtitan_lite.base.errors import run_script
 from torchtitan_lite.config import load_config
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import run_script
 from torchtitan_lite.metrics.hardware import peak_memory_gib, synchronize
 from torchtitan_lite.models.loss import CrossEntropy
 

@@ -31,10 +31,10 @@ from common import (
     watch,
 )
 
+from torchtitan_lite.base.errors import ConfigError, RunError, run_script
+from torchtitan_lite.catalog.flavors import RopeScaling
 from torchtitan_lite.config import Config, load_config, resolve_model
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import ConfigError, RunError, run_script
-from torchtitan_lite.models.flavors import RopeScaling
 
 ADAPTER = Path(__file__).with_name("torchtitan_cpu.py")
 PARAMETERS = r"([\d,]+) (?:total )?parameters"

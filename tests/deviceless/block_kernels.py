@@ -22,6 +22,7 @@ from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.config import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -33,9 +34,8 @@ from torchtitan_lite.config.arithmetic import ParallelDegrees
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.graph_passes import add_passes
 from torchtitan_lite.float8.selection import select_linears
-from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.parallel.distributed import build_mesh
+from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 
 TOKENS = 8192

@@ -16,18 +16,19 @@ from typing import Any
 
 import torch
 import torch.distributed.pipelining.stage as pipeline_stage
+import torchtitan_lite.bench
 from autotuning import take_first_configurations
 from fake_gpu import WAITS, count_calls
 from running import FLAVORS_OF_TESTS
 
-import torchtitan_lite.bench
-from torchtitan_lite import __main__, generate, train
+from torchtitan_lite import __main__, train
+from torchtitan_lite.base.errors import run_script
+from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.checkpoint import checkpointer
-from torchtitan_lite.errors import run_script
 from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.models import init
-from torchtitan_lite.models.flavors import FLAVORS
-from torchtitan_lite.trainer import Trainer
+from torchtitan_lite.models.generate import Sampling
+from torchtitan_lite.training.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts/benchmarks"))
 
@@ -60,12 +61,12 @@ def note_waits() -> None:
 
 
 # The benchmark's rows run this program too.
-torchtitan_lite.bench.TRAIN = (str(Path(__file__).resolve()), "train")
+torchtitan_lite.tools.bench.TRAIN = (str(Path(__file__).resolve()), "train")
 FLAVORS.update(FLAVORS_OF_TESTS)
 torch.backends.cuda.enable_cudnn_sdp(False)
 init.all_finite = lambda tensor: True
 checkpointer.states.check_finite = lambda state, *, step: None
-generate.Sampling.choose = lambda self, logits, generator: logits.argmax(-1).fill_(7)
+Sampling.choose = lambda self, logits, generator: logits.argmax(-1).fill_(7)
 take_first_configurations()
 take_all_shapes_as_known()
 

@@ -16,7 +16,7 @@ import warm
 from fake_gpu import build, environment, read_counts
 from launching import launcher
 
-from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.catalog.flavors import FLAVORS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).with_name("program.py")

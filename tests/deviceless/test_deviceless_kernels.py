@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from running import run
 
-from torchtitan_lite.float8.recipes import RECIPES, Traffic
+from torchtitan_lite.catalog.recipes import RECIPES, Traffic
 from torchtitan_lite.planner.roofline import GATHERED_WEIGHT
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(600)]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from running import FLAVORS_OF_TESTS, SMALL, STEPS, TWO_LAYERS, float8_matmuls, train
 
+from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.config import load_config
-from torchtitan_lite.models.flavors import FLAVORS
 from torchtitan_lite.planner.plan import find_device, make_plan
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]

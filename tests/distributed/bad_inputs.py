@@ -124,7 +124,7 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
     if words[:1] == ["--job.config_file"]:
         config_file, words = words[1], words[2:]
     if arguments in BEFORE_START:
-        module = "torchtitan_lite.launch"
+        module = "torchtitan_lite.run.launch"
         environment = ENV | {"NGPU": "1", "CONFIG_FILE": config_file} | variables
     else:
         words = ["--job.config_file", config_file, *words]
@@ -148,7 +148,7 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
     result = warm.python(["-m", module, *words], cwd=folder, env=without_gpus, timeout=120)
     assert "Traceback" not in result.stdout + result.stderr, result.stdout + result.stderr
     _, _, told = result.stdout.rpartition("error:\n")
-    message = (result.stderr if module == "torchtitan_lite.launch" else told).strip()
+    message = (result.stderr if module == "torchtitan_lite.run.launch" else told).strip()
     return result.returncode, message.replace(f"{folder}/", "").replace(str(folder), ".")
 
 

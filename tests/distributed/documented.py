@@ -14,7 +14,7 @@ import torch
 from launching import ROOT
 from torchtitan_layout import save_torchtitan
 
-from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.models.llama3 import Transformer
 
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]

@@ -38,17 +38,20 @@ import torch
 from torch import Tensor, nn
 from torchao.float8.float8_linear import Float8Linear
 
-from torchtitan_lite import build, build_model, train, trainer
+from torchtitan_lite import train
+from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.catalog import flavors
 from torchtitan_lite.checkpoint import checkpointer, folders
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.data.dataloader import Batch
-from torchtitan_lite.errors import DataError
 from torchtitan_lite.metrics.processor import StepValues
-from torchtitan_lite.models import flavors
 from torchtitan_lite.models.llama3 import FeedForward
-from torchtitan_lite.parallel import tensor_parallel, time_limit
+from torchtitan_lite.parallel import tensor_parallel
 from torchtitan_lite.parallel.microbatches import ModelLoss
+from torchtitan_lite.run import time_limit
+from torchtitan_lite.training import build, trainer
+from torchtitan_lite.training import model as build_model
 
 RANK = int(os.environ["RANK"])
 FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"

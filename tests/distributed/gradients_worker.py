@@ -15,15 +15,16 @@ from matrix_worker import CONFIG, forget_compiled
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.build import prepare_job
-from torchtitan_lite.build_model import build_microbatches, build_model
 from torchtitan_lite.config import CommConfig, load_config
-from torchtitan_lite.job import Job
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
-from torchtitan_lite.parallel.distributed import build_mesh, end_process, init_distributed
+from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.pipeline import join_stages
+from torchtitan_lite.planner.prepare import prepare_job
+from torchtitan_lite.run.process_group import end_process, init_distributed
+from torchtitan_lite.training.model import build_microbatches, build_model
 
 SETTINGS = ("--training.mixed_precision_param=float32", "--training.mixed_precision_reduce=float32")
 DOCUMENTS = ((5, 21, 40, 43), (12, 33))

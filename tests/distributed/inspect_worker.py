@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from torchtitan_lite.build import prepare_job
-from torchtitan_lite.build_model import build_model
 from torchtitan_lite.checkpoint.hf_folder import load_hf
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.models.loss import CrossEntropy
-from torchtitan_lite.parallel.distributed import build_mesh, end_process, init_distributed
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.planner.prepare import prepare_job
+from torchtitan_lite.run.process_group import end_process, init_distributed
+from torchtitan_lite.training.model import build_model
 
 
 class Traffic(TorchDispatchMode):

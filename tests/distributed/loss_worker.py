@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torchtitan_lite.config import CommConfig
 from torchtitan_lite.models.loss import IGNORED, CrossEntropy
-from torchtitan_lite.parallel.distributed import end_process, init_distributed
+from torchtitan_lite.run.process_group import end_process, init_distributed
 
 LOSS = CrossEntropy(compiled=False)
 

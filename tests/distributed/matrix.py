@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launching import FOLDER, read_records, torchrun
 
-from torchtitan_lite.parallel import schedules
+from torchtitan_lite.catalog import schedules
 
 FLOAT8 = "--float8.enable_float8_linear"
 FLOAT8_GATHER = (FLOAT8, "--float8.enable_fsdp_float8_all_gather")

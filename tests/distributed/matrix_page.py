@@ -15,8 +15,8 @@ from pathlib import Path
 import matrix
 from launching import FOLDER, read_losses
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import load_config
-from torchtitan_lite.errors import ConfigError
 
 STEPS = 20
 Cells = Sequence[matrix.Cell]

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.callback import callback_handler
 
-from torchtitan_lite.build import prepare_job
+from torchtitan_lite.base.errors import RunError
+from torchtitan_lite.base.logger import init_logger, logger
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CommConfig, load_config
-from torchtitan_lite.errors import RunError
-from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics import hardware
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
-from torchtitan_lite.parallel.distributed import end_process, init_distributed
-from torchtitan_lite.parallel.watchdog import Watchdog
-from torchtitan_lite.trainer import Trainer
+from torchtitan_lite.planner.prepare import prepare_job
+from torchtitan_lite.run.process_group import end_process, init_distributed
+from torchtitan_lite.run.watchdog import Watchdog
+from torchtitan_lite.training.trainer import Trainer
 
 CONFIG = Path(__file__).with_name("matrix.toml")
 # A rank's share of each dimension is a multiple of 16, as float8 matmuls need it, of the first on 4

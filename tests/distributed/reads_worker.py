@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from torchtitan_lite.build import prepare_job
+from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.config import load_config
-from torchtitan_lite.logger import init_logger, logger
 from torchtitan_lite.metrics.clock import HostEvent
-from torchtitan_lite.parallel.distributed import end_process, init_distributed
-from torchtitan_lite.parallel.watchdog import Watchdog
-from torchtitan_lite.trainer import Trainer
+from torchtitan_lite.planner.prepare import prepare_job
+from torchtitan_lite.run.process_group import end_process, init_distributed
+from torchtitan_lite.run.watchdog import Watchdog
+from torchtitan_lite.training.trainer import Trainer
 
 READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__"}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite import train
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.data.dataloader import Batch
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 
 next_batches = train.Trainer.next_batches
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import _ToFloat8ConstrFunc
 
-from torchtitan_lite import build_model
 from torchtitan_lite.metrics.processor import StepValues
-from torchtitan_lite.parallel.distributed import read_rank
 from torchtitan_lite.parallel.microbatches import ModelLoss
-from torchtitan_lite.trainer import Trainer
+from torchtitan_lite.run.process_group import read_rank
+from torchtitan_lite.training import model as build_model
+from torchtitan_lite.training.trainer import Trainer
 
 BAD_STEP = 3
 scales: dict[str, list[float]] = {}

@@ -15,13 +15,13 @@ import warm
 from faults import values
 from launching import ENV, FOLDER, ROOT, finish, train_arguments
 
-from torchtitan_lite import evaluate as evaluation
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import Config
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.hf_llama import hf_config
+from torchtitan_lite.tools import evaluate as evaluation
 
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
 ARGS = ModelArgs(**SIZES, vocab_size=2256, max_seq_len=64)

@@ -30,10 +30,10 @@ from launching import ENV, ROOT
 from matrix import EVENLY, PP, PRECOMPUTE, STEPS
 from processes import descendants, is_alive
 
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import step_folder
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
-from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.hf_llama import hf_config
 from torchtitan_lite.models.llama3 import Transformer
 

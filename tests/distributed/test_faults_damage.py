@@ -27,6 +27,7 @@ from faults import (
 from launching import FOLDER
 from matrix import STEPS
 
+from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.checkpoint.manifest import hash_file, read_manifest, write_manifest
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
 from torchtitan_lite.checkpoint.resume import find_resume
@@ -34,7 +35,6 @@ from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import CheckpointError
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -26,11 +26,11 @@ from faults import Fault, checkpoint, checkpoints, fault, records, reported, ste
 from launching import ENV, FOLDER, ROOT
 from torch.distributed import TCPStore
 
-from torchtitan_lite.agent import START_KEY
 from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import committed_steps
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
-from torchtitan_lite.run_folder import LOCK_SECONDS
+from torchtitan_lite.run.agent import START_KEY
+from torchtitan_lite.run.run_folder import LOCK_SECONDS
 
 pytestmark = [pytest.mark.timed, pytest.mark.timeout(150)]
 STEPS = 12

@@ -22,7 +22,7 @@ from launching import (
 from matrix import CP, FLOAT8_GATHER, HSDP, RECIPES, TOLERANCE
 from safetensors.torch import save_file
 
-from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.models.hf_llama import hf_config, hf_names, to_hf
 from torchtitan_lite.models.llama3 import Transformer
 

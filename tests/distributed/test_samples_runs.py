@@ -8,7 +8,8 @@ import torch
 from launching import finish, losses, read_losses, torchrun, train_arguments
 from matrix import PP, TP
 
-from torchtitan_lite.generate import Sampling, load_generator
+from torchtitan_lite.models.generate import Sampling
+from torchtitan_lite.tools.generate import load_generator
 
 PROMPTS = ["def main(", "import"]
 WORDS = ["--training.steps=3", "--training.mixed_precision_param=float32"]

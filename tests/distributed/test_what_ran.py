@@ -7,7 +7,7 @@ import pytest
 from faults import fail, fault, finish
 from matrix import PRECOMPUTE, TP
 
-from torchtitan_lite.errors import NumericError
+from torchtitan_lite.base.errors import NumericError
 
 pytestmark = pytest.mark.timeout(300)
 FLOAT8 = ["--model.flavor=wider", "--float8.enable_float8_linear"]

@@ -15,7 +15,7 @@ from torchtitan_layout import Layout, torchtitan_state
 
 from torchtitan_lite.checkpoint.torchtitan_folder import load_torchtitan
 from torchtitan_lite.config import CommConfig
-from torchtitan_lite.parallel.distributed import end_process, init_distributed
+from torchtitan_lite.run.process_group import end_process, init_distributed
 
 LAYOUTS: tuple[Layout, ...] = ("v0.1.0", "v0.2.2", "weights")
 

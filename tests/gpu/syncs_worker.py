@@ -6,12 +6,12 @@ import sys
 
 from torch.profiler import ProfilerActivity, profile
 
-from torchtitan_lite.build import prepare_job
+from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.config import load_config
-from torchtitan_lite.logger import init_logger, logger
-from torchtitan_lite.parallel.distributed import end_process, init_distributed
-from torchtitan_lite.parallel.watchdog import Watchdog
-from torchtitan_lite.trainer import Trainer
+from torchtitan_lite.planner.prepare import prepare_job
+from torchtitan_lite.run.process_group import end_process, init_distributed
+from torchtitan_lite.run.watchdog import Watchdog
+from torchtitan_lite.training.trainer import Trainer
 
 WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 

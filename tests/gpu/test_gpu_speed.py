@@ -14,7 +14,7 @@ from micro import measure_losses
 from torch import nn
 
 from torchtitan_lite.config import OptimizerConfig
-from torchtitan_lite.optim import build_optimizer, step_unless
+from torchtitan_lite.training.optim import build_optimizer, step_unless
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -67,7 +67,7 @@ def test_a_run_says_which_attention_it_took(tmp_path: Path) -> None:
 # ----- init_distributed -----
 def test_memory_is_taken_in_segments_that_grow() -> None:
     code = (
-        "import torch, torchtitan_lite.parallel.distributed as d; from torchtitan_lite.config "
+        "import torch, torchtitan_lite.run.process_group as d; from torchtitan_lite.config "
         "import CommConfig; "
         "device = d.init_distributed(CommConfig()); kept = torch.empty(2**28, device=device); "
         "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()], "

@@ -16,15 +16,15 @@ from typing import Any
 from published_runs import MODELS, PUBLISHED_RUNS, PublishedRun
 from sample_jobs import TOKENIZER, job_of
 
+from torchtitan_lite.catalog.devices import lookup_device
+from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Casts, Traffic
 from torchtitan_lite.config import Config
-from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Casts, Traffic
-from torchtitan_lite.job import Job
-from torchtitan_lite.metrics.devices import lookup_device
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.planner.constants import rates_of
-from torchtitan_lite.planner.meta_model import Workload, build_workload
 from torchtitan_lite.planner.pipeline import time_step
 from torchtitan_lite.planner.prediction import predict
 from torchtitan_lite.planner.roofline import Cost, Passes, Roofline
+from torchtitan_lite.planner.workload import Workload, build_workload
 
 RATIO_LIMIT, RATE_LIMIT = 12, 20  # percent
 CHECKPOINTING: dict[str, dict[str, Any]] = {
@@ -50,7 +50,7 @@ OLD_ATTENTION = {"CDNA3": {"attention_flash": 0.21}}
 
 
 # Casts and small reductions of compiled blocks without this project's changes of the compiler's
-# choices, counted as those in float8/recipes.py.
+# choices, counted as those in catalog/recipes.py.
 CASTS = {
     "tensorwise": Casts(
         input=(Traffic(3, kernels=2.25), Traffic(-0.6, 2.7, 1.1, kernels=2.25)),

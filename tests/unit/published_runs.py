@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import tomli
 
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PublishedRun:
     model: str
     """A key of MODELS."""
     device: str
-    """A name of metrics/devices.py. Meta's H100s are taken to be those of 500 W."""
+    """A name of catalog/devices.py. Meta's H100s are taken to be those of 500 W."""
     tps: float
     """Tokens per second per GPU."""
     gpus: int

@@ -1,5 +1,6 @@
 """Jobs for tests, without a tokenizer's file."""
 
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.config import (
     Config,
     ParallelDegrees,
@@ -7,8 +8,7 @@ from torchtitan_lite.config import (
     resolve_shares,
     resolve_stages,
 )
-from torchtitan_lite.job import Job, TokenizerValues, build_job
-from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.config.job import Job, TokenizerValues, build_job
 
 TOKENIZER = TokenizerValues(path="some.model", vocab_size=2256, bos_id=1, fingerprint="f" * 64)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from torchtitan_lite.models.flavors import ModelArgs, RopeScaling
+from torchtitan_lite.catalog.flavors import ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import hf_config
 from torchtitan_lite.models.llama3 import Transformer
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
-from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 

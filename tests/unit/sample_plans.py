@@ -6,16 +6,16 @@ from typing import Any
 
 from sample_jobs import job_of
 
-from torchtitan_lite.config import Config, Float8Config
-from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.metrics.devices import DeviceSpec
-from torchtitan_lite.models.flavors import (
+from torchtitan_lite.catalog.devices import DeviceSpec
+from torchtitan_lite.catalog.flavors import (
     FLAVORS,
     OUTPUT,
     ROW_SPLIT,
     ModelArgs,
     block_linear_shapes,
 )
+from torchtitan_lite.config import Config, Float8Config
+from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.planner.constants import Rates, rates_of
 from torchtitan_lite.planner.plan import find_device
 from torchtitan_lite.planner.roofline import Roofline

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.agent import describe, open_store
-from torchtitan_lite.errors import ConfigError, RankLostError
+from torchtitan_lite.base.errors import ConfigError, RankLostError
+from torchtitan_lite.run.agent import describe, open_store
 
 pytestmark = pytest.mark.timeout(60)
 

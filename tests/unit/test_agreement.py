@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.parallel.distributed import check_started_alike
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.run.process_group import check_started_alike
 
 pytestmark = pytest.mark.timeout(30)
 FACTS = {"[optimizer] lr": "0.0008", "torch": "2.13.0"}

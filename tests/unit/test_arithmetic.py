@@ -4,6 +4,8 @@ from dataclasses import astuple, replace
 
 import pytest
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.config import (
     BatchSizes,
     DatasetConfig,
@@ -16,8 +18,6 @@ from torchtitan_lite.config import (
     resolve_model,
     resolve_shares,
 )
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 
 # ----- resolve_degrees, ParallelDegrees -----
 

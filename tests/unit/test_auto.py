@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 from sample_jobs import job_of
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.devices import lookup_device
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.config import Config, Float8Config
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.job import Job
-from torchtitan_lite.metrics.devices import lookup_device
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.planner.auto import find_fitting, kept_options, resolve_auto, turn_on_float8
-from torchtitan_lite.planner.meta_model import build_meta_model
+from torchtitan_lite.planner.workload import build_workload
+from torchtitan_lite.training.model import converted_names
 
 H100 = lookup_device("H100 SXM")
 SHORT_8B = dataclasses.replace(FLAVORS["8B"], max_seq_len=8192)
@@ -187,7 +188,7 @@ def test_larger_layouts_than_one_rank_reduce_in_each_microbatch_where_that_is_po
         config = config_of(16, checkpoint="full", dtype=dtype, fsdp_reduce_gradients=reduced)
         job = resolve_auto(job_8b(config, 1), device=H100, memory_gib=80)
         assert job.config.parallelism.fsdp_reduce_gradients == resolved
-        found.append(find_fitting(build_meta_model(job), 40))
+        found.append(find_fitting(build_workload(job), 40))
     assert found[0] == found[1] != []
 
 
@@ -202,10 +203,10 @@ def auto_float8(*filters: str, compiled: bool = True, **float8: Any) -> Config:
 def test_auto_needs_a_known_device_if_float8_is_on() -> None:
     job, message = job_of(auto_float8()), r'filter_fqns = \["auto"\] compares float8 with bf16'
     with pytest.raises(ConfigError, match=message):
-        build_meta_model(job, emulate=True)
+        build_workload(job)
     with pytest.raises(ConfigError, match=message):
         resolve_auto(job, device=None, memory_gib=1e9)
-    off = build_meta_model(job_of(auto_float8(enable_float8_linear=False)), emulate=True)
+    off = build_workload(job_of(auto_float8(enable_float8_linear=False)))
     reasons = {choice.kept_because for choice in off.choices if choice.kind != "output"}
     assert reasons == {"float8 is off"}
 
@@ -229,9 +230,9 @@ def test_resolved_filters_select_the_same_linears_without_a_data_sheet(filters, 
     assert all(f"{kind} (" in caplog.text for kind in kept)
 
     with_auto, without = (
-        {name for choice in meta.choices if choice.converted for name in choice.names}
-        for meta in (
-            build_meta_model(job_of(each, FLAVORS["8B"], degrees=(1, 1, tp)), device=device)
+        {*converted_names(work.choices)}
+        for work in (
+            build_workload(job_of(each, FLAVORS["8B"], degrees=(1, 1, tp)), device=device)
             for each, device in ((config, H100), (resolved, None))
         )
     )
@@ -254,7 +255,7 @@ def test_float8_is_off_where_auto_converts_nothing(caplog: pytest.LogCaptureFixt
         resolved = resolve(auto_float8(compiled=False))
     assert not resolved.float8.enable_float8_linear
     assert "x the time of bf16, as eager casts are not fused)" in caplog.text
-    build_meta_model(job_of(resolved))
+    build_workload(job_of(resolved))
 
 
 def test_float8_that_is_turned_on_has_no_key_that_its_recipe_excludes() -> None:
@@ -264,11 +265,11 @@ def test_float8_that_is_turned_on_has_no_key_that_its_recipe_excludes() -> None:
         assert job.config.float8.scale_gradients_in_matmul == kept
 
 
-# ----- MetaModel -----
+# ----- Workload -----
 def test_another_layout_of_the_same_model_is_predicted_without_building_it_again() -> None:
     config = config_of(128, float8={"enable_float8_linear": True, "filter_fqns": ["wk"]})
     one, other = (
-        build_meta_model(job_of(config, FLAVORS["8B"], degrees=degrees))
+        build_workload(job_of(config, FLAVORS["8B"], degrees=degrees))
         for degrees in ((1, 8, 1), (2, 64, 1))
     )
     moved = dataclasses.replace(one, job=other.job)

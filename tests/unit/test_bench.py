@@ -12,13 +12,21 @@ from typing import Any
 import pytest
 from test_docs import key_paths
 
-from torchtitan_lite import bench
-from torchtitan_lite.bench import DONE, ROWS, Row, add_ratios, plan_row, run_benchmark, run_row
-from torchtitan_lite.cli import bench_rows, run_command
+from torchtitan_lite.base.errors import ConfigError, RunError, StorageError
+from torchtitan_lite.catalog.devices import DeviceSpec
+from torchtitan_lite.cli import run_command
 from torchtitan_lite.config import check_config
-from torchtitan_lite.errors import ConfigError, RunError, StorageError
-from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.planner.plan import find_device, make_plan
+from torchtitan_lite.tools import bench, bench_rows
+from torchtitan_lite.tools.bench import (
+    DONE,
+    ROWS,
+    Row,
+    add_ratios,
+    plan_row,
+    run_benchmark,
+    run_row,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs/performance.md").read_text()
 EAGER = Row("debugmodel_gqa", 6, 256, 2, "none", False, "bf16")

@@ -15,8 +15,8 @@ from micro import measure_loss
 from versus_on_fake_gpu import FIGURES, choose_cases, torchtitan_float8
 from versus_torchtitan import ADAPTER, compare, torchtitan_dimensions, torchtitan_options
 
+from torchtitan_lite.base.errors import ConfigError, RunError
 from torchtitan_lite.config import Config, load_config
-from torchtitan_lite.errors import ConfigError, RunError
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,8 @@ import torch
 from sample_jobs import job_of
 from torchao.float8.float8_linear import Float8Linear
 
-from torchtitan_lite import build
-from torchtitan_lite.build import accept_progress, build_checkpointer, build_course
-from torchtitan_lite.build_model import asked_of_step, graphs_of_step
+from torchtitan_lite.base.torchao_types import is_gathered_in_float8
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config import (
@@ -26,9 +25,10 @@ from torchtitan_lite.config import (
     ModelConfig,
     TrainingConfig,
 )
-from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.planner.meta_model import build_meta_model, planned_device
-from torchtitan_lite.torchao_types import is_gathered_in_float8
+from torchtitan_lite.planner.prepare import planned_device
+from torchtitan_lite.training import build
+from torchtitan_lite.training.build import accept_progress, build_checkpointer, build_course
+from torchtitan_lite.training.model import asked_of_step, build_meta_model, graphs_of_step
 
 FLOAT8 = {"enable_float8_linear": True}
 ROWWISE = FLOAT8 | {"recipe_name": "rowwise"}
@@ -60,8 +60,7 @@ def test_what_a_step_asks_for_follows_from_recipe_filters_and_degrees(
     config = Config(training=training, float8=Float8Config(**float8))
     job = job_of(config, ModelArgs(**SIZES, tie_embeddings=tied), degrees=degrees)
     meta = build_meta_model(job, emulate=True)
-    converted = [name for choice in meta.converted for name in choice.names]
-    asked = asked_of_step(job, converted, ledger=meta.ledger)
+    asked = asked_of_step(job, meta.converted, ledger=meta.ledger)
     assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
     assert asked.matmuls_run_in == ("float32" if float8 else "float8")
     if tied:

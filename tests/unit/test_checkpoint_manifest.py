@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from sample_checkpoints import flip_bit
 from sample_hostile import edits
 
+from torchtitan_lite.base.errors import CheckpointError, StorageError
+from torchtitan_lite.base.jsonfile import MAX_JSON_BYTES, hash_fields
 from torchtitan_lite.checkpoint import manifest
 from torchtitan_lite.checkpoint.folders import format_summaries, summarize
 from torchtitan_lite.checkpoint.manifest import (
@@ -31,8 +33,6 @@ from torchtitan_lite.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from torchtitan_lite.documents import MAX_JSON_BYTES, hash_fields
-from torchtitan_lite.errors import CheckpointError, StorageError
 
 SHARD, EMPTY_SHARD, RANDOM = "__0_0.distcp", "__1_0.distcp", "rank-00000.json"
 FILES = {".metadata": b"table", SHARD: b"a" * 9000, EMPTY_SHARD: b"", RANDOM: b"{}"}

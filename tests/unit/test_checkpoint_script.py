@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from sample_checkpoints import flip_bit, write_checkpoint
 
+from torchtitan_lite.base.errors import CheckpointError, run_script
 from torchtitan_lite.checkpoint import manifest
 from torchtitan_lite.cli import run_command
-from torchtitan_lite.errors import CheckpointError, run_script
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "checkpoint.py"
 

@@ -16,6 +16,8 @@ from sample_checkpoints import differing, flip_bit, write_checkpoint
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 
+from torchtitan_lite.base.errors import CheckpointError, NumericError, StorageError
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint import checkpointer as module
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint import state as states
@@ -25,8 +27,6 @@ from torchtitan_lite.checkpoint.manifest import CheckpointManifest, FileEntry, T
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.checkpoint.resume import Resume, find_resume, verify
 from torchtitan_lite.config import CheckpointConfig
-from torchtitan_lite.errors import CheckpointError, NumericError, StorageError
-from torchtitan_lite.models.flavors import ModelArgs
 
 CPU = torch.device("cpu")
 PROGRESS = TrainingProgress(2, samples=16, tokens=128, data={"seed": 0})  # of step 2

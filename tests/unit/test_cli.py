@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.cli import COMMANDS, build_parser, format_commands, run_command
 from torchtitan_lite.cli.parser import split_keys
 from torchtitan_lite.config import find_config, load_config, shipped_configs
-from torchtitan_lite.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 MAIN = [sys.executable, "-m", "torchtitan_lite"]

@@ -8,10 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.data import sources
 from torchtitan_lite.data.rows import BadRow, Parser, TextRow
 from torchtitan_lite.data.sources import open_source, read_parquet
-from torchtitan_lite.errors import DataError
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_checkpoints import CONFIG, small_tensors, write_checkpoint
 
+from torchtitan_lite.base.errors import CheckpointError
+from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.checkpoint.compare import (
     CheckpointDifference,
     ValueDifference,
@@ -25,8 +27,6 @@ from torchtitan_lite.checkpoint.manifest import (
     write_manifest,
 )
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.models.flavors import FLAVORS
 
 PATH = Path("step-00000010")
 FLOAT, BFLOAT = TensorEntry("float32", (2, 3)), TensorEntry("bfloat16", (2, 3))

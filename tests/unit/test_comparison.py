@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from sample_records import RECORD
 
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.comparison import compare, format_comparison, format_runs, read_runs
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.tools.comparison import compare, format_comparison, format_runs, read_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -250,5 +250,5 @@ def test_the_script(runs: list[Path], words: list[str], code: int, message: str)
 
 
 def test_comparison_imports_no_torch() -> None:
-    code = "import sys, torchtitan_lite.metrics.comparison; sys.exit('torch' in sys.modules)"
+    code = "import sys, torchtitan_lite.tools.comparison; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

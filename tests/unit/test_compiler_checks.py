@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite import compiler_checks
-from torchtitan_lite.compiler_checks import INDUCTOR_CACHE, TRITON_CACHE
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.run import compiler_checks
+from torchtitan_lite.run.compiler_checks import INDUCTOR_CACHE, TRITON_CACHE
 
 
 def check_compiler(*, compiles: bool = False, on_gpu: bool = False, **env: object) -> str:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from sample_plans import DEVICE
 
-from torchtitan_lite.metrics.devices import DEVICES, Architecture
+from torchtitan_lite.catalog.devices import DEVICES, Architecture
 from torchtitan_lite.planner import constants
 from torchtitan_lite.planner.constants import (
     CONSTANTS,

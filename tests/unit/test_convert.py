@@ -14,16 +14,11 @@ from torchao.float8.config import ScalingGranularity, ScalingType
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import Float8Config
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8 import convert
-from torchtitan_lite.float8.convert import (
-    MXFP8Linear,
-    convert_linears,
-    convert_to_mxfp8,
-    must_emulate,
-    update_scales,
-)
+from torchtitan_lite.float8.convert import convert_linears, must_emulate, update_scales
+from torchtitan_lite.float8.mxfp8 import MXFP8Linear, convert_to_mxfp8
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.llama3 import Output
 

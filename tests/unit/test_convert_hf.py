@@ -26,14 +26,14 @@ from sample_hostile import edits
 from sample_llamas import ARGS, EACH_FAMILY, build, build_hf, config_of, logit_difference
 from torch import Tensor
 
+from torchtitan_lite.base.errors import CheckpointError, ConfigError, StorageError
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.checkpoint.hf_export import copy_tokenizer, export_hf, import_hf, plan_shards
 from torchtitan_lite.checkpoint.hf_folder import INDEX
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, read_manifest
 from torchtitan_lite.checkpoint.reading import SafeReader
 from torchtitan_lite.cli import run_command
-from torchtitan_lite.convert_hf import copy_tokenizer, export_hf, import_hf, plan_shards
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
-from torchtitan_lite.errors import CheckpointError, ConfigError, StorageError
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 from sample_stores import FakeStore, windows_of
 
+from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.checkpoint.manifest import TrainingProgress
 from torchtitan_lite.config import BatchSizes, TrainingConfig, ValidationConfig, resolve_shares
 from torchtitan_lite.data import corpus as corpus_module
@@ -19,7 +20,6 @@ from torchtitan_lite.data.corpus import (
     open_stores,
 )
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
-from torchtitan_lite.errors import DataError
 
 TOKENIZER: Any = SimpleNamespace()
 VALIDATION_OFF = ValidationConfig()

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import Config, Course, keep_batch, read_decisive
-from torchtitan_lite.errors import ConfigError
 
 # ----- read_decisive -----
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.metrics import hardware
 from torchtitan_lite.metrics.hardware import cpu_name, find_cpu_peaks, measure_peak
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from sample_stores import write_store
 from test_vocabularies import BYTES, tiktoken_file
 
+from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.base.jsonfile import write_document
 from torchtitan_lite.data.rows import BadRow
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.store_report import format_window, verify_store
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
-from torchtitan_lite.documents import write_document
-from torchtitan_lite.errors import DataError
 
 FUZZ = settings(max_examples=200, deadline=None)
 JSONL = b"".join(b'{"id": %d, "text": "text %d"}\n' % (i, i) for i in range(30))

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from sample_stores import SEQ_LEN as S
 from sample_stores import FakeStore, windows_of
 
+from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.config import BatchSizes
 from torchtitan_lite.data.dataloader import Corpus, TrainingBatches, ValidationBatches
 from torchtitan_lite.data.mixture import Mixture
-from torchtitan_lite.errors import DataError
 
 
 def corpus(*windows: int, shares: tuple[int, ...] = (), held_out=0, **options) -> Corpus:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
+from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.hardware import published_peaks
 
 # fmt: off
@@ -99,7 +98,7 @@ def test_lookup_device_takes_no_device_for_a_similar_one(name):
     assert lookup_device(name) is None
 
 
-# ----- published_peaks, with_given -----
+# ----- published_peaks, with_peaks -----
 
 
 def test_published_peaks_leave_out_what_is_unknown():
@@ -108,9 +107,9 @@ def test_published_peaks_leave_out_what_is_unknown():
     assert published_peaks(None) == {}
 
 
-def test_with_given_peaks_replace_those_of_the_data_sheet():
+def test_with_peaks_replaces_those_of_the_data_sheet():
     h100 = lookup_device("H100 SXM")
-    assert h100 and h100.with_given(MetricsConfig()) == h100
-    given = h100.with_given(MetricsConfig(peak_tflops_bf16=800.0, peak_tflops_fp8=1500.0))
+    assert h100 and h100.with_peaks({}) == h100
+    given = h100.with_peaks({"bf16": 800, "fp8": 1500})
     assert published_peaks(given) == {"bf16": 800, "fp8": 1500}
     assert given.bandwidth_tb_s == h100.bandwidth_tb_s

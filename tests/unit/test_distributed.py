@@ -7,17 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import CommConfig, DebugConfig, ParallelDegrees
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.parallel import distributed
 from torchtitan_lite.parallel.alone import init_alone
-from torchtitan_lite.parallel.distributed import (
-    build_mesh,
-    connect_store,
-    init_distributed,
-    set_determinism,
-)
+from torchtitan_lite.parallel.mesh import build_mesh, set_determinism
+from torchtitan_lite.run import process_group as distributed
+from torchtitan_lite.run.process_group import connect_store, init_distributed
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 BUFFER_SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")

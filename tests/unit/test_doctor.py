@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan_lite import doctor
+from torchtitan_lite.base.errors import ConfigError, RunError
+from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.cli import run_command
-from torchtitan_lite.doctor import Finding, Unfit, can_train, examine, format_findings
-from torchtitan_lite.errors import ConfigError, RunError
-from torchtitan_lite.float8.recipes import RECIPES
+from torchtitan_lite.tools import doctor
+from torchtitan_lite.tools.doctor import Finding, Unfit, can_train, examine, format_findings
 
 CPU = torch.device("cpu")
 
@@ -135,7 +135,7 @@ def test_a_package_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     found = doctor._run("wandb", doctor._extra_check("wandb", "curves"))
     assert found == Finding("wandb", False, "ImportError: libfoo.so: no such file")
 
-    monkeypatch.delitem(sys.modules, "torchtitan_lite.doctor")
+    monkeypatch.delitem(sys.modules, "torchtitan_lite.tools.doctor")
     monkeypatch.delitem(sys.modules, "torch")
     with pytest.raises(RunError, match="torch cannot be imported: ImportError"):
         run_command(["doctor"])

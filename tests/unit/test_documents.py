@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import pytest
 from pydantic import TypeAdapter
 
-from torchtitan_lite.documents import (
+from torchtitan_lite.base.jsonfile import (
     STRICT,
     Count,
     hash_fields,

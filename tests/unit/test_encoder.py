@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from torchtitan_lite.base.errors import DataError, RunError
 from torchtitan_lite.data import encoder
 from torchtitan_lite.data.encoder import EncodedBatch, encode_batches, encode_rows
 from torchtitan_lite.data.rows import Parser, TextRow
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, Tokenizer, build_tokenizer
-from torchtitan_lite.errors import DataError, RunError
 
 ROOT = Path(__file__).parents[2]
 U2 = np.dtype("<u2")

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite.files import (
+import torchtitan_lite
+from torchtitan_lite.base.files import (
     allow_open_files,
     fsync_folder,
     hash_sources,
+    own_sources,
     remove_folder,
     replace_file,
     storage_fix,
@@ -73,6 +75,10 @@ def test_fsync_folder_refuses_a_file(old):
     fsync_folder(old.parent)
     with pytest.raises(NotADirectoryError):
         fsync_folder(old)
+
+
+def test_own_sources_are_those_of_the_whole_package():
+    assert own_sources() == hash_sources(Path(torchtitan_lite.__file__).parent)[:16]
 
 
 def test_hash_sources_changes_with_names_and_contents_of_python_files_only(tmp_path):

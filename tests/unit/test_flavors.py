@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, block_linear_shapes, find_flavor
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, block_linear_shapes, find_flavor
 from torchtitan_lite.models.llama3 import Transformer
 
 # ----- FLAVORS, find_flavor, block_linear_shapes -----

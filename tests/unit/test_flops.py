@@ -11,11 +11,11 @@ from sample_jobs import job_of
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop, mm_flop
 
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.config import Config, Float8Config, MetricsConfig, TrainingConfig
-from torchtitan_lite.float8.recipes import RECIPES
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
-from torchtitan_lite.planner.meta_model import MetaModel, build_meta_model
+from torchtitan_lite.training.model import MetaModel, build_meta_model
 
 SMALL = ModelArgs(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=80, max_seq_len=64

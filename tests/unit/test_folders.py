@@ -11,10 +11,10 @@ from unittest.mock import Mock
 import pytest
 from sample_checkpoints import flip_bit, write_checkpoint
 
+from torchtitan_lite.base.errors import CheckpointError, StorageError
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.folders import committed_steps, find_problems, prune, step_folder
 from torchtitan_lite.checkpoint.manifest import MANIFEST
-from torchtitan_lite.errors import CheckpointError, StorageError
 
 SHARD = "__0_0.distcp"
 CHANGED = [f"{SHARD}: its contents have changed"]

@@ -13,13 +13,13 @@ import transformers
 from sample_llamas import EACH_FAMILY, FAMILIES, build_hf
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from torchtitan_lite import generate
+from torchtitan_lite.base.errors import CheckpointError, ConfigError, NumericError
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
-from torchtitan_lite.errors import CheckpointError, ConfigError, NumericError
-from torchtitan_lite.generate import Generator, Sampling
-from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.models.generate import Generator, Sampling, encode_prompt
 from torchtitan_lite.models.llama3 import rope_table
+from torchtitan_lite.tools import generate
 
 CPU = torch.device("cpu")
 TOKENIZER = build_tokenizer("")
@@ -90,7 +90,7 @@ def test_the_cache_changes_nothing(generator, folder):
     args, read, _ = generate.open_source(folder)
     plain = generate.build_plain_model(args, read, device=CPU, dtype=torch.float32)
     plain.rope_cos, plain.rope_sin = rope_table(args)
-    start = generate.encode_prompt("for key in", TOKENIZER, context=48)
+    start = encode_prompt("for key in", TOKENIZER, context=48)
     tokens = [row[0] for row in generator._tokens([start], count=20, sampling=Sampling())]
     logits = plain(torch.tensor([[*start, *tokens]]))[0]
     assert logits.argmax(-1)[len(start) - 1 : -1].tolist() == tokens

@@ -14,7 +14,7 @@ from kernel_rates import PREDICTED, build_reference, derive_rates
 from kernel_times import FLAVOR, TOKENS, prepare
 from sample_plans import H100
 
-from torchtitan_lite.models.flavors import FLAVORS
+from torchtitan_lite.catalog.flavors import FLAVORS
 
 pytestmark = pytest.mark.slow
 

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from sample_llamas import ARGS, EACH_FAMILY, FAMILIES, build_hf, logit_difference
 
+from torchtitan_lite.base.errors import CheckpointError
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.checkpoint.folders import find_kind
 from torchtitan_lite.checkpoint.hf_folder import load_hf, model_settings
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import ModelConfig, resolve_model
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.generate import open_source
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
+from torchtitan_lite.tools.generate import open_source
 
 TIED = FAMILIES["Llama 3.2"]
 

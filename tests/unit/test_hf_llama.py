@@ -13,7 +13,7 @@ from sample_llamas import ARGS, EACH_FAMILY, SCALING, build, config_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import from_hf, hf_config, hf_names, model_args, to_hf
 from torchtitan_lite.models.llama3 import Transformer
 

@@ -16,15 +16,11 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 RULE = (ROOT / "CONTRIBUTING.md").read_text().partition("## Floors\n")[2].partition("\n## ")[0]
 FLOORS = [set(re.findall(r"`(\w+)`", line)) for line in re.findall(r"^\d+\. .*$", RULE, re.M)]
 """Rooms, from the top floor to the ground."""
-TABLES = {"models.flavors", "float8.recipes", "data.datasets", "parallel.schedules"}
-"""Modules of upper rooms that stand on the ground: tables of data, against which configs are
-checked."""
-SEE_THE_JOB = {"bench", "build", "build_model", "cli", "config", "convert_hf", "evaluate", "job"}
-SEE_THE_JOB |= {"launch", "planner", "samples", "train", "trainer"}
+SEE_THE_JOB = {"config", "planner", "tools", "train", "training"}
 """Rooms that may handle the whole Config or Job. All others take a section or plain values."""
-WITHOUT_TORCH = {"config", "errors", "files", "job", "launch", "logger", "lr_schedule"}
-WITHOUT_TORCH |= {"compiler_checks", "run_folder", "signals", "status", "supervise", "tables"}
-WITHOUT_TORCH |= {"terminal"}
+WITHOUT_TORCH = ["base.files", "base.jsonfile", "base.terminal", "config", "config.job"]
+WITHOUT_TORCH += [f"catalog.{path.stem}" for path in PACKAGE.glob("catalog/[a-z]*.py")]
+WITHOUT_TORCH += ["run.launch", "run.status"]
 
 
 def module_name(path: Path) -> str:
@@ -38,8 +34,6 @@ def room(module: str) -> str:
 
 def floor(module: str) -> int:
     """Return the height of a module: 0 is the ground."""
-    if any(f"{module}.".startswith(f"{table}.") for table in TABLES):
-        return 0
     (level,) = (level for level, rooms in enumerate(reversed(FLOORS)) if room(module) in rooms)
     return level
 
@@ -88,10 +82,8 @@ def own(names: Iterable[str]) -> list[str]:
 # ----- CONTRIBUTING -----
 
 
-def test_every_room_has_a_floor_and_every_table_is_listed():
+def test_every_room_has_a_floor():
     assert set().union(*FLOORS) == {room(module_name(path)) for path in SOURCES} - {"", "__init__"}
-    tables = {f"{table.replace('.', '/')}.py" for table in TABLES}
-    assert tables <= set(re.findall(r"`([\w/]+\.py)`", RULE))
 
 
 def test_imports_point_down():
@@ -111,7 +103,7 @@ def test_imports_are_relative_within_a_room_and_absolute_across():
 
 
 def test_only_some_rooms_see_the_whole_job():
-    whole = {"config.Config", "config.sections.Config", "job.Job"}
+    whole = {"config.Config", "config.sections.Config", "config.job.Job"}
     seen = {room(module) for module, name, _ in imports() if whole & {*own([name])}}
     assert seen - SEE_THE_JOB == set()
 
@@ -136,10 +128,10 @@ def test_a_script_imports_no_other_script():
 
 
 def test_the_rule():
-    """A table stands on the ground, and rooms of one floor are apart."""
-    may = [("train", "trainer"), ("metrics.flops", "float8.recipes"), ("planner.a", "planner.b")]
-    may_not = [("trainer", "train"), ("float8.convert", "metrics.flops"), ("logger", "errors")]
-    may_not += [("config.checks", "data.sources"), ("models.flavors", "errors")]
+    """Rooms of one floor are apart."""
+    may = [("train", "training"), ("metrics.flops", "catalog.recipes"), ("planner.a", "planner.b")]
+    may_not = [("training", "train"), ("float8.convert", "metrics.flops"), ("base", "catalog.x")]
+    may_not += [("config.checks", "data.sources"), ("catalog.flavors", "base.errors")]
     assert [allowed(*pair) for pair in may + may_not] == [True] * 3 + [False] * 5
 
 
@@ -176,7 +168,7 @@ def printed(code: str, *args: str) -> list[str]:
 
 
 def test_configs_are_checked_and_help_is_printed_without_torch():
-    assert printed(LOADED, *WITHOUT_TORCH, *TABLES) == ["set()", "set()"]
+    assert printed(LOADED, *WITHOUT_TORCH) == ["set()", "set()"]
 
 
 def test_train_loads_nothing_slow_and_collects_no_garbage_while_it_loads():

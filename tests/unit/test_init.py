@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.models import init
-from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_std, init_weights, truncated_normal
 from torchtitan_lite.models.llama3 import Transformer
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from sample_jobs import TOKENIZER
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import Config, load_config
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.job import Job, build_job
+from torchtitan_lite.config.job import Job, build_job
 
 # ----- build_job -----
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from torchtitan_lite.base.errors import STOPPED_EXIT_CODE
 from torchtitan_lite.config import find_config, load_config
-from torchtitan_lite.errors import STOPPED_EXIT_CODE
-from torchtitan_lite.launch import VARIABLES, Launch
+from torchtitan_lite.run.launch import VARIABLES, Launch
 
 FILE = Path(__file__).parents[2] / "docs/jobset.yaml"
 

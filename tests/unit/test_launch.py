@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite import launch
-from torchtitan_lite.errors import ConfigError, RunError
-from torchtitan_lite.launch import NEXT, Launch, find_outcome, report_end
-from torchtitan_lite.run_folder import RunFolder, Status
-from torchtitan_lite.supervise import AgentEnd, listen
+from torchtitan_lite.base.errors import ConfigError, RunError
+from torchtitan_lite.run import launch
+from torchtitan_lite.run.launch import NEXT, Launch, find_outcome, report_end
+from torchtitan_lite.run.run_folder import RunFolder, Status
+from torchtitan_lite.run.supervise import AgentEnd, listen
 
 ROOT = Path(__file__).parents[2]
 PYTHON = f"""#!/bin/bash
@@ -186,8 +186,8 @@ def test_run_train_sets_up_and_hands_over_to_the_launcher(project):
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["launch", "--training.steps=-1"], "must be at least 1"),
-        (["agent"], "IndexError"),
+        (["run.launch", "--training.steps=-1"], "must be at least 1"),
+        (["run.agent"], "IndexError"),
         (["train", "--training.steps=-1"], "no config file"),
     ],
 )
@@ -333,7 +333,7 @@ def test_the_command_to_go_on_leaves_load_step_out(step):
     assert run.command() == "CONFIG_FILE='m y' NGPU=2 '/a b/run_train.sh' 'two words' --x=1"
     nodes = "NNODES=2 NODE_RANK=1 RDZV_ENDPOINT=head:29500 CONFIG_FILE=x NGPU=8"
     command = asked(**NODES, CONFIG_FILE="x").command()
-    assert command == f"{nodes} python -m torchtitan_lite.launch"
+    assert command == f"{nodes} python -m torchtitan_lite.run.launch"
 
 
 def test_a_bad_config_file_is_refused(tmp_path, monkeypatch):
@@ -483,7 +483,7 @@ def test_the_advice_for_an_exit_code_has_a_quoted_path(code, advice, tmp_path, c
 
 SUPERVISED = """
 import sys
-from torchtitan_lite import launch, supervise
+from torchtitan_lite.run import launch, supervise
 supervise.AGENT = [sys.executable, "-c", sys.argv[1]]
 supervise.REPEATED_SECONDS = float(sys.argv[2])
 launch.run_script(lambda argv: launch.main(sys.argv[3:]))
@@ -631,7 +631,12 @@ def test_the_exit_code_is_the_failed_workers(worker, exit_code, tmp_path):
     config_file = launch.DEFAULT_CONFIG
     env = {"PYTHON_EXEC": str(tmp_path / "worker"), "NGPU": "1", "CONFIG_FILE": config_file}
     env = os.environ | env
-    command = [sys.executable, "-m", "torchtitan_lite.launch", f"--job.dump_folder={tmp_path}/run"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_lite.run.launch",
+        f"--job.dump_folder={tmp_path}/run",
+    ]
     result = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == exit_code
     assert result.stdout == f"[rank0] heard --job.config_file {config_file}\n"
@@ -646,7 +651,12 @@ WAITS = "#!/bin/sh\necho $MASTER_ADDR $TORCHELASTIC_RUN_ID\ntrap 'exit 0' TERM\n
 def test_the_agent_listens_on_loopback_and_ends_with_a_launcher_that_is_killed(tmp_path):
     executable(tmp_path / "worker", WAITS)
     env = os.environ | {"PYTHON_EXEC": str(tmp_path / "worker"), "NGPU": "1"}
-    command = [sys.executable, "-m", "torchtitan_lite.launch", f"--job.dump_folder={tmp_path}/run"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_lite.run.launch",
+        f"--job.dump_folder={tmp_path}/run",
+    ]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert re.fullmatch(r"\[rank0\] 127\.0\.0\.1 [0-9a-f]{32}\n", process.stdout.readline())
     agent = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]

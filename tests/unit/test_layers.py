@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config.layers import Setting, read_command_line, read_files
-from torchtitan_lite.errors import ConfigError
 
 
 def write(path: Path, text: str | bytes) -> Path:

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
+from torchtitan_lite.catalog.datasets import DATASETS
+from torchtitan_lite.catalog.devices import DEVICES
+from torchtitan_lite.catalog.flavors import FLAVORS, count_parameters
+from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.config import shipped_configs
-from torchtitan_lite.data.datasets import DATASETS
-from torchtitan_lite.float8.recipes import RECIPES
-from torchtitan_lite.metrics.devices import DEVICES
-from torchtitan_lite.models.flavors import FLAVORS, count_parameters
 from torchtitan_lite.models.llama3 import Transformer
 
 

@@ -13,9 +13,9 @@ from torch.nn.attention import flex_attention
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.models import llama3
-from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import (
     Transformer,

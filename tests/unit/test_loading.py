@@ -11,6 +11,7 @@ import tomli_w
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import Config, dump_config, load_config, shared_settings
 from torchtitan_lite.config.keys import KEYS, TABLES
 from torchtitan_lite.config.sections import (
@@ -19,7 +20,6 @@ from torchtitan_lite.config.sections import (
     OptimizerConfig,
     TrainingConfig,
 )
-from torchtitan_lite.errors import ConfigError
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.config import load_config
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.planner.longest import format_longest, make_longest
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.search import Space

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from torchtitan_lite.catalog.lr_schedule import DECAYS, lr_factor
 from torchtitan_lite.config import LRSchedulerConfig, log_odd_schedule
-from torchtitan_lite.lr_schedule import DECAYS, lr_factor
 
 # ----- lr_factor, DECAYS, log_odd_schedule -----
 

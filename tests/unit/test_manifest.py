@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from sample_stores import OLD_RECIPE, RECIPE, write_store
 
+from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.base.jsonfile import write_document
 from torchtitan_lite.data.token_store import DamagedStoreError, read_manifest, wrong_sizes
-from torchtitan_lite.documents import write_document
-from torchtitan_lite.errors import DataError
 
 DOCUMENTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34, 35], []]
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from sample_plans import H100
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.config import Config
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.devices import DeviceSpec
 from torchtitan_lite.planner.constants import move_constants, rates_of
 from torchtitan_lite.planner.measured import add_measured
 from torchtitan_lite.planner.plan import find_device, make_plan

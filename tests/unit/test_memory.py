@@ -19,19 +19,19 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, FLAVORS, ModelArgs
 from torchtitan_lite.config import Config
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import select_linears
 from torchtitan_lite.models import loss
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.optim import build_optimizer
-from torchtitan_lite.parallel.distributed import build_mesh
 from torchtitan_lite.parallel.fsdp import start_microbatch
+from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.planner.memory import Moment, step_memory
-from torchtitan_lite.planner.meta_model import RESERVED_RATIO
 from torchtitan_lite.planner.rank import Rank
+from torchtitan_lite.planner.workload import RESERVED_RATIO
+from torchtitan_lite.training.optim import build_optimizer
 
 PLAN = (Path(__file__).parents[2] / "docs/plan.md").read_text()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from sample_records import RECORD, SUMMARY
 
-from torchtitan_lite.metrics.devices import lookup_device
+from torchtitan_lite.catalog.devices import lookup_device
 from torchtitan_lite.metrics.figures import StepRecord, Summary, Writer, summary_lines
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks

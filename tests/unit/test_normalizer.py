@@ -5,9 +5,9 @@ import json
 
 import pytest
 
+from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.data.normalizer import MAX_GROWTH, MAX_NORMALIZED, find_growth
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import DataError
 
 tokenizers = pytest.importorskip("tokenizers")
 normalizers, Regex = tokenizers.normalizers, tokenizers.Regex

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchao.float8 import float8_training_tensor
 from torchao.float8.float8_utils import compute_error
 
+from torchtitan_lite.base.torchao_types import is_float8_linear
 from torchtitan_lite.config import ActivationCheckpointConfig
 from torchtitan_lite.float8.numerics import (
     Numerics,
@@ -24,7 +25,6 @@ from torchtitan_lite.float8.numerics import (
 )
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
-from torchtitan_lite.torchao_types import is_float8_linear
 
 # ----- saturation_limit, measure_cast, NumericsMonitor -----
 

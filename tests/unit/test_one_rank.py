@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan_lite.base.torchao_types import is_float8_tensor
 from torchtitan_lite.config import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -29,11 +30,10 @@ from torchtitan_lite.config import (
 from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
-from torchtitan_lite.optim import build_optimizer
 from torchtitan_lite.parallel import parallelize as parallel
-from torchtitan_lite.parallel.distributed import build_mesh
 from torchtitan_lite.parallel.fsdp import start_microbatch
-from torchtitan_lite.torchao_types import is_float8_tensor
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.training.optim import build_optimizer
 
 # ----- needs_no_fsdp, apply_mixed_precision, WeightCopies -----
 

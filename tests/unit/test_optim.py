@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_lite import optim
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
-from torchtitan_lite.optim import UpdateGuard, build_optimizer, clip_gradients, step_unless
+from torchtitan_lite.training import optim
+from torchtitan_lite.training.optim import UpdateGuard, build_optimizer, clip_gradients, step_unless
 
 SETTINGS = [
     *({"implementation": implementation} for implementation in ("fused", "foreach", "for-loop")),

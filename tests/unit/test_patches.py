@@ -41,9 +41,9 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from torchtitan_lite import patches
 from torchtitan_lite.config import ActivationCheckpointConfig
-from torchtitan_lite.launch import Launch
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_lite.parallel.tensor_parallel import apply_tensor_parallel
+from torchtitan_lite.run.launch import Launch
 
 TORCH = tuple(map(int, version("torch").split(".")[:2]))
 torch_213 = pytest.mark.skipif(TORCH < (2, 13), reason="seen with torch 2.13 only")

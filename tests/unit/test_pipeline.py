@@ -12,8 +12,8 @@ from sample_models import SMALL, on_meta, ready
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import ActivationCheckpointConfig
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.config import Config, ParallelismConfig, check_config, resolve_stages
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.parallel.schedules import SCHEDULES
 
 WHOLE = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output")
 

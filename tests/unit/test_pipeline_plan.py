@@ -9,10 +9,10 @@ from sample_jobs import job_of
 from sample_plans import DEVICE, RATES
 from torch.distributed.pipelining.schedules import get_schedule_class
 
+from torchtitan_lite.catalog.flavors import ModelArgs
+from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.config import Config, resolve_stages
-from torchtitan_lite.job import Job
-from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.parallel.schedules import SCHEDULES
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.planner.memory import rank_moments
 from torchtitan_lite.planner.orders import in_flight, rank_ends, rank_order
 from torchtitan_lite.planner.pipeline import time_pipeline

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.cli import run_command
-from torchtitan_lite.errors import ConfigError, DataError
 from torchtitan_lite.planner.constants import constants_of, rates_of
 from torchtitan_lite.planner.plan import find_device
 from torchtitan_lite.planner.report import format_plan

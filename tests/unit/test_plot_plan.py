@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.base.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs/mfu.svg"

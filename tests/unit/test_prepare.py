@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.data import prepare, rows, sources
 from torchtitan_lite.data.encoder import encode_rows
 from torchtitan_lite.data.prepare import make_store
@@ -25,7 +26,6 @@ from torchtitan_lite.data.token_store import (
     write_manifest,
 )
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import DataError
 
 TEXTS = [f"document {i}: " + "word " * (i * 7 % 40) for i in range(60)]
 TOKENIZER = build_tokenizer("")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import ProfilingConfig
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.profiling import Profiler
+from torchtitan_lite.training.profiling import Profiler
 
 # ----- Profiler -----
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 from published_runs import MODELS, PUBLISHED_RUNS
 
-from torchtitan_lite.metrics.devices import lookup_device
+from torchtitan_lite.catalog.devices import lookup_device
 
 RUNS = {run.name: run for run in PUBLISHED_RUNS}
 

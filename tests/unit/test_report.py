@@ -5,6 +5,7 @@ import os
 import pytest
 from sample_checkpoints import write_checkpoint
 
+from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.checkpoint.folders import (
     CheckpointSummary,
     format_summaries,
@@ -12,7 +13,6 @@ from torchtitan_lite.checkpoint.folders import (
     step_folders,
     summarize,
 )
-from torchtitan_lite.errors import CheckpointError
 
 
 @pytest.fixture

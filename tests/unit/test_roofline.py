@@ -18,9 +18,9 @@ from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 from torchao.testing.training.roofline_utils import get_float8_mem_sympy
 
-from torchtitan_lite.float8.recipes import RECIPES, Casts, Traffic
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
+from torchtitan_lite.catalog.recipes import RECIPES, Casts, Traffic
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
 from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.plan import find_device
 from torchtitan_lite.planner.roofline import Cost, Passes, Roofline

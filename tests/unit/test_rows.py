@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.data.rows import BadRow, Parser, TextRow, reading
-from torchtitan_lite.errors import DataError
 
 
 def row(data: bytes, form: str = "jsonl", *, line: int = 3) -> TextRow:

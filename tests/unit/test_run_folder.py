@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_lite import run_folder
-from torchtitan_lite.errors import (
+from torchtitan_lite.base.errors import (
     CheckpointError,
     ConfigError,
     DataError,
@@ -28,8 +27,9 @@ from torchtitan_lite.errors import (
     RunError,
     StorageError,
 )
-from torchtitan_lite.files import own_sources
-from torchtitan_lite.run_folder import RunFolder, Status, make_log_folder, read_end, read_status
+from torchtitan_lite.base.files import own_sources
+from torchtitan_lite.run import run_folder
+from torchtitan_lite.run.run_folder import RunFolder, Status, make_log_folder, read_end, read_status
 
 ENTRIES = ("tb", "checkpoint", "metrics.jsonl")
 CONFIG = "steps = 1\n"
@@ -424,7 +424,7 @@ def test_a_file_system_without_locks_is_named_and_taken(tmp_path, monkeypatch, n
 def test_the_lock_goes_with_its_process(tmp_path):
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from torchtitan_lite.run_folder import RunFolder\n"
+        "from torchtitan_lite.run.run_folder import RunFolder\n"
         "folder = RunFolder(Path(sys.argv[1])); folder.lock()\n"
         "folder.begin(resumed_config=None, entries=()); os.kill(os.getpid(), 9)"
     )

@@ -3,9 +3,9 @@
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan_lite import samples
+from torchtitan_lite.base.errors import NumericError
 from torchtitan_lite.config import ValidationConfig
-from torchtitan_lite.errors import NumericError
+from torchtitan_lite.training import samples
 
 
 def test_samples_with_logits_that_are_no_numbers_do_not_end_a_run(monkeypatch, notices):

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.config import given_keys, load_config
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.planner.meta_model import Workload
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.prediction import Prediction
 from torchtitan_lite.planner.search import Space, find_candidates
 from torchtitan_lite.planner.step import StepTime
+from torchtitan_lite.planner.workload import Workload
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--model.n_layers", "2")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.recipes import RECIPES
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.flavors import ModelArgs
+from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.float8.selection import LinearChoice, format_choices, matches, select_linears
-from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
 # ----- select_linears, AUTO, format_choices -----

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(30)
 # handler meanwhile.
 CODE = """
 import ctypes, signal, sys, threading, time
-from torchtitan_lite import signals
+from torchtitan_lite.run import signals
 
 signals.DUPLICATE_SECONDS |= {signal.SIGINT: 0.1, signal.SIGTERM: float(sys.argv[1])}
 stop = signals.StopSignal()

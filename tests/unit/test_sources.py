@@ -12,11 +12,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.catalog.datasets import DATASETS, NamedDataset
 from torchtitan_lite.data import rows as row_module
 from torchtitan_lite.data import sources
-from torchtitan_lite.data.datasets import DATASETS, NamedDataset
 from torchtitan_lite.data.sources import open_source
-from torchtitan_lite.errors import DataError
 
 
 def write(folder: Path, files: dict[str, bytes | str]) -> str:

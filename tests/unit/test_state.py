@@ -16,6 +16,8 @@ from torchao.float8.config import Float8LinearConfig
 from torchao.float8.float8_training_tensor import LinearMMConfig
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
+from torchtitan_lite.base.errors import NumericError
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry
 from torchtitan_lite.checkpoint.state import (
     Snapshot,
@@ -26,8 +28,6 @@ from torchtitan_lite.checkpoint.state import (
     random_state,
     training_state,
 )
-from torchtitan_lite.errors import NumericError
-from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
 CPU = torch.device("cpu")

@@ -10,11 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_lite import status as status_module
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.cli import run_command
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.run_folder import Status, write_status
-from torchtitan_lite.status import doubt, find_runs, format_run, format_runs, seconds_left, watch
+from torchtitan_lite.run import status as status_module
+from torchtitan_lite.run.run_folder import Status, write_status
+from torchtitan_lite.run.status import (
+    doubt,
+    find_runs,
+    format_run,
+    format_runs,
+    seconds_left,
+    watch,
+)
 
 NOW = 1_800_000_000.0
 HERE = socket.gethostname()

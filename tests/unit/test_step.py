@@ -9,7 +9,7 @@ import torch
 from pytest import approx
 from sample_plans import DEVICE, RATES, linears_of, roofline_of, scheme_of
 
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.planner import prediction
 from torchtitan_lite.planner.communication import CONTEXT, REPLICAS, SHARDING, TENSOR

@@ -1,6 +1,6 @@
 """Columns of a table, as plain text and in Markdown."""
 
-from torchtitan_lite.tables import format_columns
+from torchtitan_lite.base.tables import format_columns
 
 ROWS = [["name", "n", "note"], ["a", "10", ""], ["bcdef", "9", "x"]]
 

@@ -24,8 +24,8 @@ from torchao.float8.float8_tensor_parallel import (
 )
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import ActivationCheckpointConfig
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_lite.parallel.tensor_parallel import (

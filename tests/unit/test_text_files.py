@@ -12,9 +12,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.data import rows as row_module
 from torchtitan_lite.data.rows import BadRow, Parser, Span, TextRow, read_text_span, split_file
-from torchtitan_lite.errors import DataError
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 MARK = b"\xef\xbb\xbf"

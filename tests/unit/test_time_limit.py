@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from torchtitan_lite.parallel.time_limit import TimeLimit, find_time_limit
-from torchtitan_lite.parallel.watchdog import Watchdog
-from torchtitan_lite.signals import StopSignal
+from torchtitan_lite.run.signals import StopSignal
+from torchtitan_lite.run.time_limit import TimeLimit, find_time_limit
+from torchtitan_lite.run.watchdog import Watchdog
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "100000"}
 

@@ -19,13 +19,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_stores import OLD_RECIPE, RECIPE, stream, write_store
 
+from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.data import prepare, token_store
 from torchtitan_lite.data.corpus import open_cached, open_data
 from torchtitan_lite.data.encoder import encode_rows
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.errors import DataError, StorageError
 
 TEXTS = ["first document\n", "the second", "third: é 日本"]
 DOCUMENTS = [[10, 11, 12], [20], list(range(30, 60)), [], [5]]

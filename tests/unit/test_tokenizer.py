@@ -16,8 +16,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
-from torchtitan_lite.errors import DataError
 from torchtitan_lite.metrics.flops import document_squares
 from torchtitan_lite.models.llama3 import document_starts
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import Config, load_config
 from torchtitan_lite.config.keys import KEYS, show_key
 from torchtitan_lite.config.layers import Layer, Setting, read_files, resolve_aliases
 from torchtitan_lite.config.torchtitan import ALIASES, FOREIGN, current_name, find_foreign
-from torchtitan_lite.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "torchtitan_configs"
 NAMES = [

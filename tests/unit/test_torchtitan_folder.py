@@ -19,12 +19,12 @@ from torchao.float8 import fsdp_utils
 from torchao.float8.float8_training_tensor import LinearMMConfig
 from torchtitan_layout import save_torchtitan
 
+from torchtitan_lite.base.errors import CheckpointError
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.folders import find_kind
 from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.checkpoint.torchtitan_folder import load_torchtitan
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.models.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
 ARGS = ModelArgs(dim=16, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=24)

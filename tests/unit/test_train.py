@@ -17,6 +17,14 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import CppCompileError, InductorError
 
 from torchtitan_lite import train
+from torchtitan_lite.base.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RankLostError,
+    RunError,
+    StorageError,
+)
 from torchtitan_lite.config import (
     CheckpointConfig,
     CommConfig,
@@ -25,16 +33,9 @@ from torchtitan_lite.config import (
     MetricsConfig,
     ModelConfig,
 )
-from torchtitan_lite.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    RankLostError,
-    RunError,
-    StorageError,
-)
-from torchtitan_lite.run_folder import RunFolder
-from torchtitan_lite.train import explain, join_and_train, open_folder, run_entries, start_facts
+from torchtitan_lite.run.outcome import CACHED_CODE, explain
+from torchtitan_lite.run.run_folder import RunFolder
+from torchtitan_lite.train import join_and_train, open_folder, run_entries, start_facts
 
 ROOT = Path(__file__).parents[2]
 
@@ -253,7 +254,7 @@ def test_disks_that_fail_and_lost_ranks_are_told_from_other_failures(error, kind
     [
         (ImportError("/cache/ab/cab.main.so: file too short"), "ImportError: /cache/ab/cab.main"),
         (CppCompileError(["g++", "/cache/ab/cab.cpp"], "no at::vec"), "CppCompileError: C"),
-        (AttributeError(f"module '{train.CACHED_CODE}cab' has no call"), "AttributeError"),
+        (AttributeError(f"module '{CACHED_CODE}cab' has no call"), "AttributeError"),
         (OSError(errno.ENOSPC, "Full", "/cache/ab"), "OSError: [Errno 28] Full"),
         (NotImplementedError("no such operator"), None),
     ],

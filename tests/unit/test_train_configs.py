@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import Config, load_config
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.planner.plan import find_device, make_plan
 
 FOLDER = Path(__file__).parents[2] / "train_configs"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.data.train_tokenizer import train_tokenizer
-from torchtitan_lite.errors import DataError
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_lite import trainer
-from torchtitan_lite.build import build_guard
 from torchtitan_lite.checkpoint import checkpointer
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import CheckpointConfig, ParallelDegrees, TrainingConfig
 from torchtitan_lite.metrics.processor import Skips
-from torchtitan_lite.parallel.distributed import build_mesh
+from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.training import trainer
+from torchtitan_lite.training.build import build_guard
 
 CPU = torch.device("cpu")
 

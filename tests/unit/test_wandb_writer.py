@@ -9,8 +9,8 @@ import pytest
 from fake_wandb import Error, FakeWandb
 from sample_records import NUMERICS, RECORD, SUMMARY
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics.wandb_writer import WandbWriter, check_wandb_installed
 
 

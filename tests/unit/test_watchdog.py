@@ -17,10 +17,10 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.parallel import watchdog
-from torchtitan_lite.parallel.distributed import connect_store
-from torchtitan_lite.parallel.watchdog import (
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.run import watchdog
+from torchtitan_lite.run.process_group import connect_store
+from torchtitan_lite.run.watchdog import (
     Heartbeat,
     Watchdog,
     describe_place,

@@ -15,8 +15,8 @@ from fake_wandb import FakeWandb
 from sample_records import NUMERICS, RECORD, SUMMARY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.errors import ConfigError
 from torchtitan_lite.metrics.writers import (
     ConsoleWriter,
     JsonlWriter,

@@ -25,13 +25,13 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
-from torchtitan_lite.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.errors import CheckpointError, RunError, StorageError
+from torchtitan_lite.base.files import replace_file
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.config.keys import show
-from torchtitan_lite.errors import CheckpointError, RunError, StorageError
-from torchtitan_lite.files import replace_file
-from torchtitan_lite.logger import logger
-from torchtitan_lite.models.flavors import ModelArgs
 
 from . import folders
 from . import state as states

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.config.differences import changes, config_changes
-from torchtitan_lite.errors import CheckpointError
 
 from .folders import naming
 from .manifest import TENSORS_SUFFIX, BrokenCheckpoint, TensorEntry, broken_files

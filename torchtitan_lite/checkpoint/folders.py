@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from torchtitan_lite.documents import parse_toml
-from torchtitan_lite.errors import CheckpointError, StorageError
-from torchtitan_lite.files import fsync_folder, remove_folder, storage_fix
-from torchtitan_lite.logger import logger
-from torchtitan_lite.tables import format_columns
+from torchtitan_lite.base.errors import CheckpointError, StorageError
+from torchtitan_lite.base.files import fsync_folder, remove_folder, storage_fix
+from torchtitan_lite.base.jsonfile import parse_toml
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.tables import format_columns
 
 from .manifest import MANIFEST, SAVED_FILES, STEP, BrokenCheckpoint, broken_files, read_manifest
 

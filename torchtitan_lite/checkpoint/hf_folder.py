@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lite.collectives import on_all_ranks
+from torchtitan_lite.base.collectives import on_all_ranks
+from torchtitan_lite.base.errors import CheckpointError, ConfigError
+from torchtitan_lite.base.files import ABSENT, storage_fix
+from torchtitan_lite.base.jsonfile import read_json_object, regular_size
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.config import check_model_table, show_settings
-from torchtitan_lite.documents import read_json_object, regular_size
-from torchtitan_lite.errors import CheckpointError, ConfigError
-from torchtitan_lite.files import ABSENT, storage_fix
-from torchtitan_lite.logger import logger
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.models.hf_llama import (
     EMBEDDING,
     HEAD,

@@ -16,7 +16,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter
 
-from torchtitan_lite.documents import (
+from torchtitan_lite.base.errors import CheckpointError, StorageError
+from torchtitan_lite.base.files import ABSENT, storage_fix
+from torchtitan_lite.base.jsonfile import (
     STRICT,
     Count,
     parse_toml,
@@ -25,8 +27,6 @@ from torchtitan_lite.documents import (
     validate_document,
     write_document,
 )
-from torchtitan_lite.errors import CheckpointError, StorageError
-from torchtitan_lite.files import ABSENT, storage_fix
 
 FORMAT = 1
 MANIFEST = "manifest.json"

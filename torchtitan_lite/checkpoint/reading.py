@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from torchtitan_lite.collectives import on_all_ranks
-from torchtitan_lite.documents import read_regular
-from torchtitan_lite.files import ABSENT
+from torchtitan_lite.base.collectives import on_all_ranks
+from torchtitan_lite.base.files import ABSENT
+from torchtitan_lite.base.jsonfile import read_regular
 
 from .folders import find_problems
 from .manifest import BrokenCheckpoint, FileEntry, TensorEntry, read_manifest, unreadable

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtitan_lite.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.errors import CheckpointError
+from torchtitan_lite.base.jsonfile import parse_toml
+from torchtitan_lite.base.logger import logger
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.config.keys import show
-from torchtitan_lite.documents import parse_toml
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.logger import logger
 
 from . import folders
 from .manifest import BrokenCheckpoint, CheckpointManifest, TrainingProgress, broken_files

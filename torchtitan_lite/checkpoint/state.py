@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.collectives import on_all_ranks
-from torchtitan_lite.documents import read_json_object
-from torchtitan_lite.errors import NumericError
-from torchtitan_lite.files import ABSENT
+from torchtitan_lite.base.collectives import on_all_ranks
+from torchtitan_lite.base.errors import NumericError
+from torchtitan_lite.base.files import ABSENT
+from torchtitan_lite.base.jsonfile import read_json_object
+from torchtitan_lite.base.torchao_types import is_gathered_in_float8
 from torchtitan_lite.models.init import all_finite, local_part
-from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 from .manifest import BrokenCheckpoint, TensorEntry, unreadable
 

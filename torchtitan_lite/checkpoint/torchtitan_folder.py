@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lite.collectives import on_all_ranks
-from torchtitan_lite.errors import CheckpointError
-from torchtitan_lite.logger import logger
+from torchtitan_lite.base.collectives import on_all_ranks
+from torchtitan_lite.base.errors import CheckpointError
+from torchtitan_lite.base.logger import logger
 from torchtitan_lite.models.init import local_part
 
 from .compare import check_tensors

@@ -7,8 +7,8 @@ A command's module has a docstring (its first line is the summary, all of it the
 from importlib import import_module, metadata
 from types import ModuleType
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config.keys import closest
-from torchtitan_lite.errors import ConfigError
 
 from .parser import Parser
 

@@ -8,7 +8,7 @@ Exit codes: 1 if a ratio is lower than in --check, or no row is done, 75 stopped
 import argparse
 from pathlib import Path
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.base.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +51,6 @@ def check_options(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the benchmark and return the exit code. Raises RunError."""
     check_options(options)
-    from .bench_rows import run_options  # torch takes seconds to import
+    from torchtitan_lite.tools.bench_rows import run_options  # torch takes seconds to import
 
     return run_options(options)

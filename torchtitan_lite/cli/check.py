@@ -8,9 +8,9 @@ Exit codes: 2 for a wrong config.
 
 import argparse
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import load_config
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.job import TokenizerValues, build_job
+from torchtitan_lite.config.job import TokenizerValues, build_job
 
 from .parser import Parser
 from .plan import MOST_DEVICES

@@ -14,9 +14,9 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from torchtitan_lite.base.errors import CheckpointError
+from torchtitan_lite.base.jsonfile import strict_json
 from torchtitan_lite.checkpoint.folders import format_summaries, step_folders, summarize
-from torchtitan_lite.documents import strict_json
-from torchtitan_lite.errors import CheckpointError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,9 +9,9 @@ counts at which all runs logged a step; nothing is interpolated.
 import argparse
 from pathlib import Path
 
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.comparison import format_comparison, read_runs
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.metrics.figures import FINAL_STEPS
+from torchtitan_lite.tools.comparison import format_comparison, read_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,9 +6,9 @@ zsh:   eval "$(torchtitan-lite completion zsh)"                 in ~/.zshrc, aft
 
 import argparse
 
+from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.config import shipped_configs
 from torchtitan_lite.config.keys import KEYS
-from torchtitan_lite.models.flavors import FLAVORS
 
 from . import COMMANDS, PROGRAM, load_command
 from .parser import Parser

@@ -35,7 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the chosen command."""
-    from torchtitan_lite.convert_hf import export_hf, import_hf  # torch takes seconds to import
+    from torchtitan_lite.checkpoint.hf_export import (  # torch takes seconds to import
+        export_hf,
+        import_hf,
+    )
 
     if args.command == "export":
         export_hf(args.step_dir, args.out_dir, dtype=args.dtype)

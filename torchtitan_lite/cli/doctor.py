@@ -10,9 +10,9 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_lite.documents import strict_json
-from torchtitan_lite.errors import RunError
-from torchtitan_lite.logger import logger
+from torchtitan_lite.base.errors import RunError
+from torchtitan_lite.base.jsonfile import strict_json
+from torchtitan_lite.base.logger import logger
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the findings and return the exit code."""
     try:
-        from torchtitan_lite.doctor import can_train, examine, format_findings  # torch: seconds
+        from torchtitan_lite.tools.doctor import (  # torch: seconds
+            can_train,
+            examine,
+            format_findings,
+        )
     except Exception as error:  # a broken torch can raise anything
         cause = f"{type(error).__name__}: {error}"
         raise RunError(f"training does not work here: torch cannot be imported: {cause}") from error

@@ -11,8 +11,8 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_lite.documents import strict_json
-from torchtitan_lite.logger import logger
+from torchtitan_lite.base.jsonfile import strict_json
+from torchtitan_lite.base.logger import logger
 
 from .parser import Parser, path_text
 
@@ -28,7 +28,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Evaluate and print. Raises RunError."""
-    from torchtitan_lite.evaluate import evaluate, format_evaluation  # torch takes seconds
+    from torchtitan_lite.tools.evaluate import evaluate, format_evaluation  # torch takes seconds
 
     logger.setLevel("WARNING")  # what a run logs at its start is about training
     found = evaluate(args.source, data=args.data, overrides=args.overrides)

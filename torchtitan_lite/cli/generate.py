@@ -15,8 +15,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from torchtitan_lite.documents import strict_json
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.jsonfile import strict_json
 
 from .parser import path_text
 
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> None:
     # Imported here because torch takes seconds to import.
     import torch
 
-    from torchtitan_lite.generate import Sampling, load_generator
+    from torchtitan_lite.models.generate import Sampling
+    from torchtitan_lite.tools.generate import load_generator
 
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     try:

@@ -3,13 +3,13 @@
 import argparse
 from collections.abc import Iterator, Mapping
 
+from torchtitan_lite.base.jsonfile import read_toml, strict_json
+from torchtitan_lite.base.tables import format_columns
+from torchtitan_lite.catalog.datasets import DATASETS
+from torchtitan_lite.catalog.devices import DEVICES
+from torchtitan_lite.catalog.flavors import FLAVORS, count_parameters
+from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.config import find_config, shipped_configs
-from torchtitan_lite.data.datasets import DATASETS
-from torchtitan_lite.documents import read_toml, strict_json
-from torchtitan_lite.float8.recipes import RECIPES
-from torchtitan_lite.metrics.devices import DEVICES
-from torchtitan_lite.models.flavors import FLAVORS, count_parameters
-from torchtitan_lite.tables import format_columns
 
 USUAL_VOCABULARY = 32_000
 KINDS = ("flavors", "recipes", "devices", "datasets", "configs")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import expand_user
 from torchtitan_lite.config.keys import KEYS, closest
-from torchtitan_lite.errors import ConfigError
 
 KEYS_HELP = (
     "--table.key value overrides any key of the config; torchtitan-lite train --help lists them."

@@ -7,9 +7,9 @@ sequence that fits. The config is named by --job.config_file, as in training.
 import argparse
 from pathlib import Path
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.jsonfile import strict_json
 from torchtitan_lite.config import given_keys, load_config
-from torchtitan_lite.documents import strict_json
-from torchtitan_lite.errors import ConfigError
 
 from .parser import Parser
 
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
     replaced = START if options.longest else ()
     config = load_config([*words, *replaced], world_size=options.world_size)
     given = {field: getattr(options, name) for name, field in DEVICE_FIELDS.items()}
-    device = find_device(options.device, config.metrics, **given).with_given(config.metrics)
+    device = find_device(options.device, config.metrics, **given)
     if options.measured:
         device = add_measured(device, options.measured)
 

@@ -2,8 +2,8 @@
 
 import argparse
 
-from torchtitan_lite import launch
 from torchtitan_lite.config import format_help
+from torchtitan_lite.run import launch
 
 from .parser import Parser
 

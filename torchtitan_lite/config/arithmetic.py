@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import FLAVORS, ModelArgs, RopeScaling, find_flavor
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling, find_flavor
 
 from .keys import did_you_mean, show
 from .sections import DatasetConfig, ModelConfig, ParallelismConfig, TrainingConfig

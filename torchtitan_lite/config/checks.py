@@ -10,9 +10,9 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import PurePosixPath
 
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.recipes import RECIPES, Recipe
-from torchtitan_lite.logger import logger
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.recipes import RECIPES, Recipe
 
 from .arithmetic import (
     multiples_near,

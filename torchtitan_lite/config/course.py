@@ -4,10 +4,10 @@ changes them."""
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchtitan_lite.documents import parse_toml
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.logger import logger
-from torchtitan_lite.lr_schedule import lr_factor
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.jsonfile import parse_toml
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.lr_schedule import lr_factor
 
 from .arithmetic import multiples_near, resolve_batch, resolve_degrees
 from .sections import Config, LRSchedulerConfig

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchtitan_lite.documents import parse_toml
+from torchtitan_lite.base.jsonfile import parse_toml
 
 from .keys import show
 

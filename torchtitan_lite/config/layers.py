@@ -9,9 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.documents import parse_toml, read_toml
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.logger import logger
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.jsonfile import parse_toml, read_toml
+from torchtitan_lite.base.logger import logger
 
 from .keys import KEYS, TABLES, Key, closest, did_you_mean, show, show_key
 from .torchtitan import (

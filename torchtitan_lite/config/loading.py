@@ -8,8 +8,8 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.logger import logger
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.logger import logger
 
 from .arithmetic import resolve_model
 from .checks import check_config

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import ModelArgs
-from torchtitan_lite.parallel.schedules import SCHEDULES
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.flavors import ModelArgs
+from torchtitan_lite.catalog.schedules import SCHEDULES
 
 from .arithmetic import BatchSizes, multiples_near
 from .keys import show

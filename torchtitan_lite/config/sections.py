@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from torchtitan_lite.float8.recipes import DEFAULT_RECIPE, RECIPES, Recipe
-from torchtitan_lite.parallel.schedules import DEFAULT_SCHEDULE
+from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Recipe
+from torchtitan_lite.catalog.schedules import DEFAULT_SCHEDULE
 
 from .run_sections import (
     CheckpointConfig,

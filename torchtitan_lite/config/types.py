@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
-from torchtitan_lite.data.datasets import DATASETS
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.recipes import RECIPES
-from torchtitan_lite.lr_schedule import DECAYS
-from torchtitan_lite.parallel.schedules import SCHEDULES
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.datasets import DATASETS
+from torchtitan_lite.catalog.lr_schedule import DECAYS
+from torchtitan_lite.catalog.recipes import RECIPES
+from torchtitan_lite.catalog.schedules import SCHEDULES
 
 
 def expand_user(path: str, *, what: str = "") -> str:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtitan_lite.base.errors import DataError, StorageError
+from torchtitan_lite.base.files import storage_fix
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.datasets import DATASETS, NamedDataset
 from torchtitan_lite.config import TrainingConfig, ValidationConfig, expand_user
-from torchtitan_lite.errors import DataError, StorageError
-from torchtitan_lite.files import storage_fix
-from torchtitan_lite.logger import logger
 
 from .dataloader import Corpus, TrainingBatches, count_windows
-from .datasets import DATASETS, NamedDataset
 from .mixture import Mixture
 from .prepare import make_store
 from .sources import HF_PREFIX, Source, build_source

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.config import BatchSizes
-from torchtitan_lite.errors import DataError
 
 from .mixture import Mixture
 from .permutation import Permutation

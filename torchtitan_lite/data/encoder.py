@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_lite.errors import DataError, RunError
+from torchtitan_lite.base.errors import DataError, RunError
 
 from .rows import BadRow, Parser, TextRow
 from .tokenizer import Tokenizer, build_tokenizer

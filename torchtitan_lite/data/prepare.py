@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_lite.errors import DataError, StorageError
-from torchtitan_lite.files import fsync_folder, lock_file, remove_folder, usable_cores
-from torchtitan_lite.logger import logger
+from torchtitan_lite.base.errors import DataError, StorageError
+from torchtitan_lite.base.files import fsync_folder, lock_file, remove_folder, usable_cores
+from torchtitan_lite.base.logger import logger
 
 from .encoder import EncodedBatch, encode_batches
 from .rows import BadRow, TextRow

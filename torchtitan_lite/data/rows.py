@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple
 
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.base.errors import DataError
 
 RowFormat = Literal["text", "jsonl"]
 JSON_ENDINGS = (".json", ".json.gz", ".json.zst")

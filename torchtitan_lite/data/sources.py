@@ -18,11 +18,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.datasets import DATASETS, NamedDataset
 from torchtitan_lite.config import expand_user
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.logger import logger
 
-from .datasets import DATASETS, NamedDataset
 from .rows import (
     JSON_ENDINGS,
     JSONL_ENDINGS,

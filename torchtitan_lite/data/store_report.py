@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.files import usable_cores
+from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.base.files import usable_cores
 
 from .token_store import MANIFEST_FILE, TokenStore, read_manifest, wrong_sizes
 from .tokenizer import Tokenizer

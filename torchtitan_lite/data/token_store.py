@@ -25,7 +25,9 @@ from typing import Literal
 import numpy as np
 from pydantic import TypeAdapter
 
-from torchtitan_lite.documents import (
+from torchtitan_lite.base.errors import DataError, StorageError
+from torchtitan_lite.base.files import ABSENT, storage_fix
+from torchtitan_lite.base.jsonfile import (
     STRICT,
     Count,
     read_json_object,
@@ -33,8 +35,6 @@ from torchtitan_lite.documents import (
     validate_document,
     write_document,
 )
-from torchtitan_lite.errors import DataError, StorageError
-from torchtitan_lite.files import ABSENT, storage_fix
 
 FORMAT = 3
 START_DTYPES: dict[int, np.dtype] = {2: np.dtype("<u4"), 3: np.dtype("<i8")}

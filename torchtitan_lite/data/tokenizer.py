@@ -19,10 +19,10 @@ from typing import Any
 
 import sentencepiece
 
+from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.base.jsonfile import read_json_object, read_regular
 from torchtitan_lite.config import expand_user
-from torchtitan_lite.documents import read_json_object, read_regular
-from torchtitan_lite.errors import DataError
-from torchtitan_lite.job import TokenizerValues
+from torchtitan_lite.config.job import TokenizerValues
 
 from .normalizer import check_growth, check_normalized
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from torchtitan_lite.errors import DataError
+from torchtitan_lite.base.errors import DataError
 
 
 def train_tokenizer(

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.base.torchao_types import is_float8_linear
 from torchtitan_lite.patches import observe_float8_casts
-from torchtitan_lite.torchao_types import is_float8_linear
 
 ROLES = ("input", "weight", "grad_output")
 """The tensors that a linear casts, by the names of torchao's GemmInputRole."""

@@ -14,10 +14,10 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan_lite.collectives import on_all_ranks, on_rank0
-from torchtitan_lite.errors import NumericError
-from torchtitan_lite.logger import logger
-from torchtitan_lite.torchao_types import is_float8_tensor
+from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.errors import NumericError
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.torchao_types import is_float8_tensor
 
 from .convert import is_float8
 

@@ -1,5 +1,5 @@
 """Which linears train in float8, and why, decided from names and per-rank shapes before anything is
-converted. recipes.py explains the three matmuls of a linear and their sizes M, K and N.
+converted. catalog/recipes.py explains the three matmuls of a linear and their sizes M, K and N.
 """
 
 import math
@@ -10,12 +10,11 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.tables import format_columns
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, ROW_SPLIT
+from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Recipe
 from torchtitan_lite.config import multiples_near
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT, ROW_SPLIT
-from torchtitan_lite.tables import format_columns
-
-from .recipes import DEFAULT_RECIPE, RECIPES, Recipe
 
 AUTO = "auto"  # in filter_fqns: keep the linears that float8 would not make faster
 TOKENS = "local_batch_size * seq_len / context_parallel_degree"

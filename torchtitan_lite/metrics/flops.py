@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.catalog.devices import Precision
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import document_starts
 
-from .devices import Precision
 from .hardware import Peaks
 
 FlopsConvention = Literal["palm", "causal"]

@@ -23,14 +23,13 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, Field
 
-from torchtitan_lite.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.files import replace_file, usable_cores
+from torchtitan_lite.base.jsonfile import read_regular
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.devices import DeviceSpec, Precision, lookup_device
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.documents import read_regular
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.files import replace_file, usable_cores
-from torchtitan_lite.logger import logger
-
-from .devices import DeviceSpec, Precision, lookup_device
 
 _MEASURE_SECONDS = 0.25
 _GPU_MATMULS = (8192, 10)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_lite.errors import NumericError
+from torchtitan_lite.base.errors import NumericError
 
 from .clock import HostEvent, record_cuda_event
 from .figures import (

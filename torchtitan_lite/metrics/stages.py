@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .devices import Precision
+from torchtitan_lite.catalog.devices import Precision
+
 from .flops import compute_utilisation
 from .hardware import Peaks
 

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.documents import parse_toml
-from torchtitan_lite.errors import ConfigError
 
 from .figures import StepRecord, Summary, Writer, figure_of
 

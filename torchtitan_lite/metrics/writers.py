@@ -15,21 +15,14 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.files import replace_file
+from torchtitan_lite.base.jsonfile import read_lines, strict_json
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.terminal import clean
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.documents import read_lines, strict_json
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.files import replace_file
-from torchtitan_lite.logger import logger
-from torchtitan_lite.terminal import clean
 
-from .figures import (
-    FINAL_STEPS,
-    STEP_FIGURES,
-    CastErrors,
-    StepRecord,
-    Summary,
-    Writer,
-)
+from .figures import FINAL_STEPS, STEP_FIGURES, CastErrors, StepRecord, Summary, Writer
 from .tensorboard_writer import TensorBoardWriter
 from .wandb_writer import WandbWriter
 

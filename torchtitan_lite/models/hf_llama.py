@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flavors import ModelArgs, RopeScaling
+from torchtitan_lite.catalog.flavors import ModelArgs, RopeScaling
 
 _BLOCK_NAMES = {
     "attention_norm": "input_layernorm",

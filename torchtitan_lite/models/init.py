@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .flavors import ModelArgs
+from torchtitan_lite.catalog.flavors import ModelArgs
+
 from .llama3 import Transformer, rope_table
 
 CUTOFF = 3.0  # truncation of the normal distribution, in standard deviations

@@ -23,9 +23,8 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from torchtitan_lite.errors import ConfigError
-
-from .flavors import ModelArgs
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.flavors import ModelArgs
 
 CPU_FLOAT32_HEAD_DIM = 32
 """Largest head_dim for which attention on CPU is computed in float32, up to 2.7 times as fast."""

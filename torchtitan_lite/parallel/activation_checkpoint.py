@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS
 from torchtitan_lite.config import ActivationCheckpointConfig
-from torchtitan_lite.models.flavors import BLOCK_LINEARS
 from torchtitan_lite.models.llama3 import Transformer
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # it registers the backend "fake"
 
-from .distributed import has_gpus
+from torchtitan_lite.run.process_group import has_gpus
 
 
 def init_alone() -> torch.device:

@@ -9,9 +9,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import patches
+from torchtitan_lite.base.torchao_types import is_gathered_in_float8
 from torchtitan_lite.config import ParallelismConfig, TrainingConfig
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.torchao_types import is_gathered_in_float8
 
 from .one_rank import MixedPrecisionTransformer
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_lite.base.torchao_types import is_float8_tensor, is_gathered_in_float8
 from torchtitan_lite.config import ParallelismConfig, TrainingConfig, zero_bubble
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.torchao_types import is_float8_tensor, is_gathered_in_float8
 
 
 def needs_no_fsdp(

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import IGNORED
 from torchtitan_lite.patches import time_out_transfers
 
 from .microbatches import Microbatch, ModelLoss
 from .one_rank import MixedPrecisionTransformer
-from .schedules import SCHEDULES
 
 Timed = Callable[[str], AbstractContextManager[None]]
 """Measures what a name stands for, without waiting for the device."""

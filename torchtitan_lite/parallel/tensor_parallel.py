@@ -24,11 +24,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import COLUMN_SPLIT, ROW_SPLIT
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.torchao_types import is_float8_linear
+from torchtitan_lite.catalog.flavors import COLUMN_SPLIT, ROW_SPLIT
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.patches import gather_float8_as_bytes
-from torchtitan_lite.torchao_types import is_float8_linear
 
 
 class _WaitingRowwiseParallel(RowwiseParallel):

@@ -5,7 +5,7 @@ Under context parallelism of degree c a rank's queries are two chunks of S / 2c,
 keys of their whole sequence (parallel/context_parallel.py).
 """
 
-from torchtitan_lite.job import Job
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.models.llama3 import CPU_FLOAT32_HEAD_DIM
 
 FLOAT32 = 4

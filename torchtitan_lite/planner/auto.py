@@ -7,15 +7,15 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
+from torchtitan_lite.catalog.flavors import OUTPUT
 from torchtitan_lite.config import sequence_parts, zero_bubble
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import AUTO, LinearChoice
-from torchtitan_lite.job import Job
-from torchtitan_lite.logger import logger
-from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
-from torchtitan_lite.models.flavors import OUTPUT
 
-from .meta_model import Workload, build_workload
 from .rank import without_fsdp
+from .workload import Workload, build_workload
 
 CHECKPOINTING = (
     ("none", "op"),

@@ -1,8 +1,8 @@
 """What cannot be planned on a device."""
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec
 from torchtitan_lite.config import Config
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec
 
 
 def check_planned(config: Config, device: DeviceSpec, attention_kernel: str) -> None:

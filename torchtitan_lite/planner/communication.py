@@ -7,8 +7,8 @@ slowest link. Source of the formula and of the latencies: NCCL, src/graph/tuning
 
 from dataclasses import dataclass
 
+from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.config import ParallelDegrees
-from torchtitan_lite.metrics.devices import DeviceSpec
 
 from .constants import Rates
 

@@ -7,8 +7,8 @@ from functools import cache
 from textwrap import fill
 from typing import Any
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import resolve_model, sequence_parts
-from torchtitan_lite.errors import ConfigError
 
 from .search import CP, GLOBAL, LOCAL, SHARD, Candidate, Space, figures_of, try_config
 from .search_report import format_rows

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from torchtitan_lite.documents import read_json_object
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.metrics.devices import DeviceSpec, lookup_device
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.jsonfile import read_json_object
+from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 
 from .constants import Rates
 

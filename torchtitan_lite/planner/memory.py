@@ -8,10 +8,10 @@ memory that the allocator reserves but does not use.
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from torchtitan_lite.job import Job
+from torchtitan_lite.catalog.flavors import OUTPUT, block_linear_shapes
+from torchtitan_lite.catalog.schedules import SCHEDULES
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.models import loss
-from torchtitan_lite.models.flavors import OUTPUT, block_linear_shapes
-from torchtitan_lite.parallel.schedules import SCHEDULES
 
 from .attention import FLOAT32
 from .orders import in_flight, pipeline_orders

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
-from torchtitan_lite.job import Job
-from torchtitan_lite.parallel.schedules import SCHEDULES
+from torchtitan_lite.catalog.schedules import SCHEDULES
+from torchtitan_lite.config.job import Job
 
 
 class Action(NamedTuple):

@@ -9,10 +9,10 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from torchtitan_lite.catalog.flavors import OUTPUT
 from torchtitan_lite.config import Stages
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.job import Job
-from torchtitan_lite.models.flavors import OUTPUT
 
 from .communication import PIPELINE
 from .orders import pipeline_orders, rank_ends

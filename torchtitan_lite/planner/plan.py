@@ -9,23 +9,24 @@ from typing import Any
 
 import torch
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.config import Config, MetricsConfig
-from torchtitan_lite.errors import ConfigError
+from torchtitan_lite.config.job import Job, build_job
 from torchtitan_lite.float8.selection import AUTO
-from torchtitan_lite.job import build_job
-from torchtitan_lite.metrics.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
-from torchtitan_lite.metrics.hardware import Peaks, published_peaks
+from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
+from torchtitan_lite.training.model import MetaModel, build_meta_model
 
 from .auto import find_fitting, resolve_auto, turn_on_float8
 from .checks import check_planned
 from .communication import Network, rings_of
 from .constants import constants_of, rates_of
-from .meta_model import MetaModel, build_meta_model, tokenizer_values
 from .prediction import Prediction, format_verdict
 from .rank import state_widths
 from .roofline import Roofline
 from .stages import plan_pipeline
+from .workload import Workload, build_workload, tokenizer_values
 
 SECONDS_PER_DAY = 86_400
 MEASURED = ("name", "value", "source")
@@ -47,9 +48,9 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
             f"--device is needed where there is no GPU; use one of {', '.join(names)}."
         )
 
-    device, bf16_tflops = lookup_device(name), metrics and metrics.peak_tflops_bf16
-    if device is None and bf16_tflops and given.keys() >= {"bandwidth_tb_s", "memory_gib"}:
-        return DeviceSpec(name, bf16_tflops, None, **given)
+    device, peaks = lookup_device(name), given_peaks(metrics) if metrics else {}
+    if device is None and "bf16" in peaks and given.keys() >= {"bandwidth_tb_s", "memory_gib"}:
+        device = DeviceSpec(name, peaks["bf16"], None, **given)
     if device is None:
         near = [each for each in names if name.casefold() in each.casefold()]
         near = near or get_close_matches(name, names) or names
@@ -57,7 +58,7 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
             f'--device "{name}" is not known; use one of {", ".join(near)}. Plan '
             "any other by --bandwidth, --memory and --metrics.peak_tflops_bf16 (and _fp8)."
         )
-    return dataclasses.replace(device, **given)
+    return dataclasses.replace(device, **given).with_peaks(peaks)
 
 
 def make_plan(
@@ -75,33 +76,34 @@ def make_plan(
     config does not fit `world_size`, computes in float32, whose matmul rates are not known, or uses
     float8 or a recipe that the device does not have.
     """
-    device = device.with_given(config.metrics)
+    device = device.with_peaks(given_peaks(config.metrics))
     check_planned(config, device, attention_kernel)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
-    meta = in_float8 = build_meta_model(job)
+    work = in_float8 = build_workload(job)
+    meta = build_meta_model(job, choices=work.choices)
 
     # With "auto", and without float8, linears and prediction show what "auto" would choose.
     filters, on = config.float8.filter_fqns, config.float8.enable_float8_linear
     if device.fp8_tflops is not None and (AUTO in filters or not on):
         job = turn_on_float8(job, filter_fqns=filters)
-        in_float8 = build_meta_model(job, device=device)
+        in_float8 = build_workload(job, device=device)
 
-    roofline = meta.roofline(device, attention_kernel)
-    gain = predicted = meta.predict(device, attention_kernel)
-    if in_float8 is not meta:
+    roofline = work.roofline(device, attention_kernel)
+    gain = predicted = work.predict(device, attention_kernel)
+    if in_float8 is not work:
         gain = in_float8.predict(device, attention_kernel)
     return {
         "request": _plan_request(roofline, on=on),
-        "model": _plan_model(meta),
+        "model": _plan_model(work.job, meta),
         "flops_per_token": _plan_flops(meta.ledger),
         "linears": _plan_linears(in_float8, device),
         "peaks": _plan_peaks(meta.ledger, device),
         "prediction": _plan_prediction(gain, device, on=on),
-        "communication": _plan_communication(meta, device, predicted),
-        "memory": _plan_memory(meta, device),
-        "pipeline": plan_pipeline(meta, roofline),
-        "schedule": _plan_schedule(meta, device, predicted, tps),
+        "communication": _plan_communication(work, device, predicted),
+        "memory": _plan_memory(work, device),
+        "pipeline": plan_pipeline(work, meta.ledger, roofline),
+        "schedule": _plan_schedule(work.job, meta, device, predicted, tps),
         "assumed": _plan_assumed(device, predicted),
         "measured": [dict(zip(MEASURED, row, strict=True)) for row in device.measured],
     }
@@ -128,12 +130,12 @@ def _plan_request(roofline: Roofline, *, on: bool) -> dict[str, Any]:
     }
 
 
-def _plan_model(meta: MetaModel) -> dict[str, Any]:
-    args = meta.job.model_args
+def _plan_model(job: Job, meta: MetaModel) -> dict[str, Any]:
+    args = job.model_args
     looked_up = 0 if args.tie_embeddings else args.vocab_size * args.dim
     sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "tie_embeddings")
     return {
-        "flavor": meta.job.config.model.flavor,
+        "flavor": job.config.model.flavor,
         "parameters": meta.parameters,
         "parameters_without_embedding": meta.parameters - looked_up,
         **{size: getattr(args, size) for size in sizes},
@@ -154,14 +156,15 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
     }
 
 
-def _plan_linears(meta: MetaModel, device: DeviceSpec) -> list[dict[str, Any]]:
+def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
-    roofline = meta.roofline(device)
-    multiple, converted = meta.job.config.float8.recipe.size_multiple, meta.converted
+    roofline, converted = work.roofline(device), work.converted
+    multiple = work.job.config.float8.recipe.size_multiple
+    precisions = build_meta_model(work.job, choices=work.choices).ledger.precisions
 
     rows = []
-    for choice in meta.choices:
-        precision = meta.ledger.precisions[choice.names[0]]
+    for choice in work.choices:
+        precision = precisions[choice.names[0]]
         m, (n, k) = roofline.tokens, choice.local_shape
         shapes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
         same_input = [each.kind for each in converted if each.reads == choice.reads]
@@ -212,7 +215,7 @@ def _plan_prediction(gain: Prediction, device: DeviceSpec, *, on: bool) -> dict[
 
 
 def _plan_communication(
-    meta: MetaModel, device: DeviceSpec, predicted: Prediction
+    work: Workload, device: DeviceSpec, predicted: Prediction
 ) -> dict[str, Any]:
     """Collectives of the run as configured."""
     network, step = Network(device, rates_of(device)), predicted.float8
@@ -229,7 +232,7 @@ def _plan_communication(
                 "exposed_s": step.exposed_s[kind],
                 "hidden_s": step.hidden_s[kind],
             }
-            for kind, ring in rings_of(meta.job.degrees).items()
+            for kind, ring in rings_of(work.job.degrees).items()
             if ring.size > 1
         ],
     }
@@ -247,25 +250,25 @@ def _plan_assumed(device: DeviceSpec, predicted: Prediction) -> list[dict[str, A
     return assumed
 
 
-def _plan_memory(meta: MetaModel, device: DeviceSpec) -> dict[str, Any]:
-    moments, device_bytes = meta.moments(), round(device.memory_gib * 2**30)
+def _plan_memory(work: Workload, device: DeviceSpec) -> dict[str, Any]:
+    moments, device_bytes = work.moments(), round(device.memory_gib * 2**30)
     peak = max(moments, key=lambda moment: moment.total)
-    reserved = meta.reserved_ratio * peak.total
+    reserved = work.reserved_ratio * peak.total
     return {
         "peak": dataclasses.asdict(peak) | {"total": peak.total},
         "reserved": round(reserved),
         "device_bytes": device_bytes,
         "fits": reserved <= device_bytes,
-        "would_fit": [] if reserved <= device_bytes else find_fitting(meta, device.memory_gib),
+        "would_fit": [] if reserved <= device_bytes else find_fitting(work, device.memory_gib),
         "moments": [{"name": moment.name, "total": moment.total} for moment in moments],
     }
 
 
 def _plan_schedule(
-    meta: MetaModel, device: DeviceSpec, predicted: Prediction, tps: float | None
+    job: Job, meta: MetaModel, device: DeviceSpec, predicted: Prediction, tps: float | None
 ) -> dict[str, Any]:
     """Rates at `tps`, or as predicted, and the time that the run takes at them."""
-    job, training = meta.job, meta.job.config.training
+    training = job.config.training
     tokens_per_step = job.batch.global_batch_size * training.seq_len
     origin, step_s_band, tps_band = "given", None, None
     if tps is None:

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
 from torchtitan_lite.config import Config, Stages
-from torchtitan_lite.job import Job
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
 from .attention import FLOAT32, AttentionBytes

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.metrics.flops import MATMULS
-from torchtitan_lite.tables import format_columns
 
 from .stages import format_stages
 

@@ -3,7 +3,7 @@
 A roofline model: a kernel takes as long as its arithmetic or its memory traffic, whichever is
 longer, plus a launch. constants.py has the rates and their sources; step.py adds communication.
 
-float8/recipes.py explains the three matmuls of a linear. Float8 halves their arithmetic, M * N * K,
+catalog/recipes.py explains the three matmuls of a linear. Float8 halves their arithmetic, M * N * K,
 and adds casts of M * K, N * K and M * N elements, so a linear gains if K and N are large.
 """
 
@@ -16,11 +16,11 @@ from itertools import combinations
 from operator import mul
 from typing import NamedTuple
 
-from torchtitan_lite.float8.recipes import Traffic
+from torchtitan_lite.catalog.devices import DeviceSpec
+from torchtitan_lite.catalog.flavors import OUTPUT
+from torchtitan_lite.catalog.recipes import Traffic
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.job import Job
-from torchtitan_lite.metrics.devices import DeviceSpec
-from torchtitan_lite.models.flavors import OUTPUT
 
 from .constants import Rates
 from .rank import Group, checkpointed_blocks, state_widths, without_fsdp

@@ -11,18 +11,18 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.devices import DeviceSpec
+from torchtitan_lite.catalog.flavors import OUTPUT
+from torchtitan_lite.catalog.recipes import RECIPES
+from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.config import Config, check_config, resolve_batch, resolve_degrees
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.float8.recipes import RECIPES
+from torchtitan_lite.config.job import Job, TokenizerValues, build_job
 from torchtitan_lite.float8.selection import AUTO
-from torchtitan_lite.job import Job, TokenizerValues, build_job
-from torchtitan_lite.metrics.devices import DeviceSpec
-from torchtitan_lite.models.flavors import OUTPUT
-from torchtitan_lite.parallel.schedules import SCHEDULES
 
 from .auto import find_fitting, kept_options, name_kept
 from .checks import check_planned
-from .meta_model import Workload, build_workload, tokenizer_values
+from .workload import Workload, build_workload, tokenizer_values
 
 SHOWN = 5  # layouts in the answer
 REPLICATE = "parallelism.data_parallel_replicate_degree"

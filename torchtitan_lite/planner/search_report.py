@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from textwrap import fill, wrap
 from typing import Any
 
+from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.float8.selection import AUTO
-from torchtitan_lite.tables import format_columns
 
 from .search import SHOWN
 

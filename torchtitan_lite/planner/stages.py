@@ -6,17 +6,18 @@ from itertools import product
 from textwrap import fill
 from typing import Any
 
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.tables import format_columns
+from torchtitan_lite.catalog.flavors import OUTPUT
+from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.config import resolve_stages
-from torchtitan_lite.errors import ConfigError
-from torchtitan_lite.models.flavors import OUTPUT
-from torchtitan_lite.parallel.schedules import SCHEDULES
-from torchtitan_lite.tables import format_columns
+from torchtitan_lite.metrics.flops import FlopsLedger
 
-from .meta_model import MetaModel, Workload, peak_bytes
 from .pipeline import time_pipeline
 from .rank import blocks_of
 from .roofline import Roofline
 from .step import OTHER_STAGES
+from .workload import Workload, peak_bytes
 
 FASTER = 1.01
 """A division of the blocks is proposed if it is at least as many times as fast."""
@@ -26,21 +27,21 @@ HEADER = ("stage", "rank", "modules", "GFLOPs", "GiB", "F, ms", "B, ms", "idle")
 UNDIVIDED = {"module_fqns_per_model_part": (), "pipeline_parallel_split_points": ()}
 
 
-def plan_pipeline(meta: MetaModel, roofline: Roofline) -> dict[str, Any] | None:
+def plan_pipeline(work: Workload, ledger: FlopsLedger, roofline: Roofline) -> dict[str, Any] | None:
     """Return the stages and the pauses of a pipeline as plain values; None without one."""
-    job, degrees, n = meta.job, meta.job.degrees, meta.job.batch.grad_accum_steps
+    job, degrees, n = work.job, work.job.degrees, work.job.batch.grad_accum_steps
     if degrees.pp == 1:
         return None
     name = job.config.parallelism.pipeline_parallel_schedule
-    timed = time_pipeline(roofline, meta.choices, meta.converted)
+    timed = time_pipeline(roofline, work.choices, work.converted)
     idle = [step.idle_s[OTHER_STAGES] / step.step_s for step in timed.ranks]
-    peaks = [peak_bytes(moments) for moments in meta.rank_moments()]
-    block_flops = (meta.ledger.total - meta.ledger.output) / job.model_args.n_layers
+    peaks = [peak_bytes(moments) for moments in work.rank_moments()]
+    block_flops = (ledger.total - ledger.output) / job.model_args.n_layers
 
     stages = []
     for rank, index in sorted((r, i) for r in range(degrees.pp) for i in job.rank_stages(r)):
         names = job.stages[index]
-        flops = block_flops * len(blocks_of((names,))) + meta.ledger.output * (OUTPUT in names)
+        flops = block_flops * len(blocks_of((names,))) + ledger.output * (OUTPUT in names)
         stages.append(
             {
                 "stage": index,
@@ -49,7 +50,7 @@ def plan_pipeline(meta: MetaModel, roofline: Roofline) -> dict[str, Any] | None:
                 "flops_per_token": round(flops),
                 "forward_s": timed.actions_s[index]["F"],
                 "backward_s": timed.actions_s[index]["B"],
-                "rank_reserved": round(meta.reserved_ratio * peaks[rank]),
+                "rank_reserved": round(work.reserved_ratio * peaks[rank]),
                 "rank_idle": idle[rank],
             }
         )
@@ -67,19 +68,19 @@ def plan_pipeline(meta: MetaModel, roofline: Roofline) -> dict[str, Any] | None:
         "send_bytes": timed.send_bytes,
         "send_s": timed.send_s,
         "sent_bytes_per_step": 2 * n * timed.send_bytes * len(stages) // degrees.pp,
-        "faster_division": _find_faster(meta, roofline),
+        "faster_division": _find_faster(work, roofline),
     }
 
 
-def _find_faster(meta: Workload, roofline: Roofline) -> dict[str, Any] | None:
+def _find_faster(work: Workload, roofline: Roofline) -> dict[str, Any] | None:
     """Return how to divide the blocks so that a step is clearly faster, if that fits."""
     device, kernel = roofline.device, roofline.attention_kernel
     fitting = [
         (other.time(device, kernel).step_s, sum(less.values()), other.job, less)
-        for other, less in _divisions(meta)
+        for other, less in _divisions(work)
         if other.reserved_gib() <= device.memory_gib
     ]
-    step_s = meta.time(device, kernel).step_s
+    step_s = work.time(device, kernel).step_s
     best_s, _, job, less = min(fitting, key=lambda each: each[:2], default=(step_s, 0, None, {}))
     if job is None or step_s < FASTER * best_s:
         return None
@@ -87,20 +88,20 @@ def _find_faster(meta: Workload, roofline: Roofline) -> dict[str, Any] | None:
     return {**less, "blocks": blocks, "speedup": step_s / best_s}
 
 
-def _divisions(meta: Workload) -> Iterator[tuple[Workload, dict[str, int]]]:
+def _divisions(work: Workload) -> Iterator[tuple[Workload, dict[str, int]]]:
     """Yield the other divisions in which the ends have less blocks, and how many less."""
-    seen = {meta.job.stages}
+    seen = {work.job.stages}
     for first, last in product(range(MOST_LESS + 1), repeat=2):
         less = {"first_stage_less_layers": first, "last_stage_less_layers": last}
         values = {f"pipeline_parallel_{key}": value for key, value in less.items()}
-        job = meta.job.choose("parallelism", **UNDIVIDED, **values)
+        job = work.job.choose("parallelism", **UNDIVIDED, **values)
         try:
             stages = resolve_stages(job.config.parallelism, n_layers=job.model_args.n_layers)
         except ConfigError:
             continue
-        if stages not in seen and len(stages) == len(meta.job.stages):
+        if stages not in seen and len(stages) == len(work.job.stages):
             seen.add(stages)
-            yield replace(meta, job=replace(job, stages=stages)), less
+            yield replace(work, job=replace(job, stages=stages)), less
 
 
 def format_stages(pipeline: Mapping[str, Any]) -> str:

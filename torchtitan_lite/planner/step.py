@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.models.flavors import BLOCK_LINEARS, OUTPUT
 
 from .communication import CONTEXT, PIPELINE, REPLICAS, SHARDING, TENSOR, Network, Ring, rings_of
 from .rank import Group, Rank

@@ -1,0 +1,105 @@
+"""Errors that a user can cause, with an exit code for each kind.
+
+A message names `[table] key = value`, the rule, every number in it, and the fix.
+"""
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from .terminal import clean_output
+
+STOPPED_EXIT_CODE = 75
+"""Exit code of a run that a signal or its time limit has stopped, saved if checkpoints are on
+(EX_TEMPFAIL of sysexits.h)."""
+
+
+class RunError(ValueError):
+    """An error that a user can fix, reported without a traceback. Subclasses set `exit_code`."""
+
+    exit_code = 1
+    rank: int | None = None
+    """The rank that raised it, if only some ranks did."""
+
+
+class ConfigError(RunError):
+    """The config, or what it asks of the model, the float8 recipe, the layout or the run folder, is
+    not possible."""
+
+    exit_code = 2
+
+
+class DataError(RunError):
+    """A tokenizer or a training text is missing, broken or too small."""
+
+    exit_code = 3
+
+
+class CheckpointError(RunError):
+    """The requested checkpoint is missing, broken or of another model."""
+
+    exit_code = 4
+
+
+class NumericError(RunError):
+    """The loss or the gradient is no longer a finite number."""
+
+    exit_code = 5
+
+
+class RankLostError(RunError):
+    """A rank was killed, hangs or cannot be reached, or torchrun has ended."""
+
+    exit_code = 6
+
+
+class StorageError(RunError):
+    """The run folder, or a token store, cannot be written: no space left, or a broken disk."""
+
+    exit_code = 7
+
+
+FINAL_EXIT_CODES = {
+    STOPPED_EXIT_CODE,
+    *(error.exit_code for error in (ConfigError, DataError, CheckpointError, NumericError)),
+}
+"""Exit codes after which torchrun's restart exits at once: the run would fail again, or the user
+stopped it."""
+WRONG_PATH = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
+WRONG_PATH |= {errno.ENAMETOOLONG}
+"""Error numbers of a path that the user can fix, unlike those of a full or broken disk."""
+
+
+def run_script(main: Callable[[list[str]], int | None]) -> None:
+    """Call `main` with the arguments of the command line, and exit with the code that it returns.
+
+    What is printed is cleaned. A RunError is printed without a traceback, and its code is the exit
+    code; an OSError of a file or of standard output ends as a StorageError, or as a ConfigError if
+    its path is wrong. Ctrl-C exits with 130."""
+    with clean_output():
+        try:
+            code = main(sys.argv[1:])
+            print(end="", flush=True)
+        except RunError as error:
+            print(error, file=sys.stderr)
+            code = error.exit_code
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = 130
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in WRONG_PATH:
+                print(f"{error}; fix the path, or name another.", file=sys.stderr)
+                code = ConfigError.exit_code
+            elif isinstance(error, OSError) and error.errno is not None:
+                # The interpreter flushes standard output once more at exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                fix = "; make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+                problem = f"a file or standard output cannot be written: {error}{fix}."
+                print(problem, file=sys.stderr)
+                code = StorageError.exit_code
+            else:
+                traceback.print_exc()
+                code = RunError.exit_code
+    sys.exit(code)

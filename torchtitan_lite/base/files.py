@@ -1,0 +1,109 @@
+"""Files and folders that survive a crash. Imports only the standard library."""
+
+import errno
+import fcntl
+import hashlib
+import os
+import resource
+import shutil
+import socket
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers of a full disk or an exceeded quota."""
+ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors of a file that is missing. Others do not mean that it is damaged."""
+NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
+"""Error numbers of flock on a file system without locks, as some mounts of Lustre and NFS are."""
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write `content` to a file atomically and durably.
+
+    Readers find the old file or the new one, never a part of it, also after a crash. The new one is
+    on disk when this returns. Raises OSError, leaving the old file."""
+    draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    try:
+        with draft.open("wb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder with its contents. If it is a symlink, delete only the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def lock_file(file: int | IO[str], operation: int) -> bool:
+    """Apply `fcntl.flock` to an open file. Return False where the file system has no locks."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def fsync_folder(path: Path) -> None:
+    """Flush a folder to disk, so that files created, renamed or deleted in it stay so after a power
+    cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def storage_fix(error: OSError) -> str:
+    """Return what to do about an error of a file or folder, by its number."""
+    if error.errno in DISK_FULL:
+        return "make room"
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"a process may open {soft} files here (ulimit -n; at most {hard}): raise that"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return "fix its permissions"
+    return "check the path and its disk"
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files as the system's limit for it is: stores of many shards
+    and sockets to many ranks need more than the usual soft limit of 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems refuse their own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def usable_cores() -> set[int]:
+    """Return the CPU cores that this process may use."""
+    if not hasattr(os, "sched_getaffinity"):  # not on Linux
+        return set(range(os.cpu_count() or 1))
+    return os.sched_getaffinity(0)
+
+
+@cache
+def own_sources() -> str:
+    """Return the beginning of the hash of this package's sources, as they are at the first call."""
+    return hash_sources(Path(__file__).parents[1])[:16]
+
+
+def hash_sources(folder: Path) -> str:
+    """Return the SHA-256 of names and contents of all Python files in a folder, at any depth."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()

@@ -1,0 +1,35 @@
+"""One logger for the package."""
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+from .terminal import clean, escape_unknown
+
+logger = logging.getLogger("torchtitan_lite")
+
+
+class _Formatter(logging.Formatter):
+    """Cleans each record, except one with a field `clean`: it has colours, and is clean already."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if hasattr(record, "clean") else clean(text)
+
+
+def init_logger(stream: TextIO | None = None) -> None:
+    """Print the time and the message of each record to `stream`, by default standard output.
+
+    Local ranks in LOG_RANK (default "0") print everything, others only warnings and errors. Each
+    line begins with the rank unless torchrun prints it already."""
+    env = os.environ
+    prefixed = "RANK" in env and "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" not in env
+    prefix = f"[rank{env['RANK']}] " if prefixed else ""
+    escape_unknown(sys.stdout)
+    handler = logging.StreamHandler(stream or sys.stdout)
+    handler.setFormatter(_Formatter(f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    logger.handlers[:] = [handler]
+    talks = env.get("LOCAL_RANK", "0") in env.get("LOG_RANK", "0").split(",")
+    logger.setLevel(logging.INFO if talks else logging.WARNING)
+    logger.propagate = False

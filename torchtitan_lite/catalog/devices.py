@@ -1,0 +1,113 @@
+"""Data sheets of GPUs: dense peaks, memory, bandwidth and links."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal
+
+Precision = Literal["fp8", "bf16", "fp32"]
+Architecture = Literal["Ampere", "Ada", "Hopper", "Blackwell", "CDNA3", "CDNA4", "unknown"]
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """A row of a vendor's data sheet, and the machine that the device is usually sold in.
+
+    Links carry `link_gb_s` GB/s (10^9 bytes per second) in each direction, by one device, within a
+    node of `node_devices`: NVLink, Infinity Fabric, or PCIe without either. Between nodes each
+    device has `network_gb_s` in each direction, which a buyer chooses.
+    """
+
+    name: str
+    bf16_tflops: float  # dense, as fp8_tflops: a sparse peak is twice as high
+    fp8_tflops: float | None  # None without float8 matrix units, or if not known
+    memory_gib: float
+    """GiB, which data sheets call GB. The driver keeps 1 to 2 %. ECC, on by default with GDDR6,
+    takes a sixteenth: 48 and 24 GB are listed as 45 and 22.5."""
+    bandwidth_tb_s: float  # of the memory, 10^12 bytes per second
+    aliases: tuple[str, ...] = ()  # other names of the device, from torch or its vendor
+    _: KW_ONLY
+    architecture: Architecture = "unknown"
+    multiprocessors: int = 132
+    link_gb_s: float = 32.0
+    node_devices: int = 8
+    network_gb_s: float = 25.0
+    measured: tuple[tuple[str, float, str], ...] = ()
+    """Constants of the planner that were measured on it: name, value and source of each."""
+
+    @property
+    def mxfp8(self) -> bool:
+        """Whether torchao trains in MXFP8 on it: compute capability 10.x."""
+        return self.architecture == "Blackwell"
+
+    def with_peaks(self, tflops: Mapping[Precision, float]) -> "DeviceSpec":
+        """Return the data sheet with these peaks instead of its own."""
+        return replace(
+            self,
+            bf16_tflops=tflops.get("bf16", self.bf16_tflops),
+            fp8_tflops=tflops.get("fp8", self.fp8_tflops),
+        )
+
+
+def _family(
+    architecture: Architecture, link_gb_s: float, network_gb_s: float, **more: int
+) -> dict[str, Any]:
+    return {
+        "architecture": architecture,
+        "link_gb_s": link_gb_s,
+        "network_gb_s": network_gb_s,
+        **more,
+    }
+
+
+_AMPERE = _family("Ampere", 300, 25, multiprocessors=108)
+_AMPERE_PCIE = _family("Ampere", 32, 25, multiprocessors=108)
+_HOPPER = _family("Hopper", 450, 50, multiprocessors=132)
+_BLACKWELL = _family("Blackwell", 900, 50, multiprocessors=148)
+_BLACKWELL_ULTRA = _family("Blackwell", 900, 100, multiprocessors=148)
+_GRACE, _GRACE_ULTRA = (
+    each | {"node_devices": 72, "multiprocessors": 152} for each in (_BLACKWELL, _BLACKWELL_ULTRA)
+)
+_CDNA3 = _family("CDNA3", 448, 50, multiprocessors=304)
+_CDNA4 = _family("CDNA4", 537.6, 50, multiprocessors=256)
+
+DEVICES = (
+    DeviceSpec("A100 SXM 40GB", 312, None, 40, 1.555, ("A100-SXM4-40GB",), **_AMPERE),
+    DeviceSpec("A100 SXM 80GB", 312, None, 80, 2.039, ("A100-SXM4-80GB",), **_AMPERE),
+    DeviceSpec("A100 PCIe 40GB", 312, None, 40, 1.555, ("A100-PCIE-40GB",), **_AMPERE_PCIE),
+    DeviceSpec("A100 PCIe 80GB", 312, None, 80, 1.935, ("A100 80GB PCIe",), **_AMPERE_PCIE),
+    DeviceSpec("H100 SXM", 989, 1979, 80, 3.35, ("H100 SXM5", "H100 80GB HBM3"), **_HOPPER),
+    DeviceSpec("H100 500W", 989, 1979, 95, 2.4, **_HOPPER),  # of Meta's Grand Teton, with HBM2e
+    DeviceSpec("H100 PCIe", 756, 1513, 80, 2.0, **_family("Hopper", 64, 50, multiprocessors=114)),
+    DeviceSpec("H100 NVL", 835, 1670, 94, 3.9, **_family("Hopper", 64, 50, multiprocessors=132)),
+    DeviceSpec("H200", 989, 1979, 141, 4.8, ("H200 SXM",), **_HOPPER),
+    DeviceSpec("H20", 148, 296, 96, 4.0, **_family("Hopper", 450, 50, multiprocessors=78)),
+    DeviceSpec("B200", 2250, 4500, 180, 8.0, **_BLACKWELL),
+    DeviceSpec("B300", 2250, 4500, 288, 8.0, ("B300 SXM6 AC",), **_BLACKWELL_ULTRA),
+    DeviceSpec("GB200", 2500, 5000, 186, 8.0, **_GRACE),
+    DeviceSpec("GB300", 2500, 5000, 288, 8.0, **_GRACE_ULTRA),
+    DeviceSpec("MI300X", 1307, 2615, 192, 5.3, **_CDNA3),
+    DeviceSpec("MI325X", 1307, 2615, 256, 6.0, **_CDNA3),
+    DeviceSpec("MI350X", 2300, 4600, 288, 8.0, **_CDNA4),
+    DeviceSpec("MI355X", 2500, 5000, 288, 8.0, **_CDNA4),
+    DeviceSpec("L40S", 362, 733, 45, 0.864, **_family("Ada", 32, 25, multiprocessors=142)),
+    DeviceSpec("L40", 181, 362, 45, 0.864, **_family("Ada", 32, 25, multiprocessors=142)),
+    DeviceSpec("L4", 121, 242, 22.5, 0.3, **_family("Ada", 32, 12.5, multiprocessors=58)),
+    DeviceSpec("RTX 4090", 165, 330, 24, 1.008, **_family("Ada", 32, 12.5, multiprocessors=128)),
+    DeviceSpec(
+        "RTX 5090", 209.5, 419, 32, 1.792, link_gb_s=64, network_gb_s=12.5, multiprocessors=170
+    ),
+)
+
+
+def lookup_device(name: str) -> DeviceSpec | None:
+    """Return the data sheet of the device that torch or its vendor calls `name`, None if unknown.
+
+    The whole name must match: a known name followed by "MIG", "Laptop GPU", "D" or an unlisted
+    memory size is another device.
+    """
+    bare = re.sub(r"^(NVIDIA (GeForce )?|AMD Instinct )", "", name, flags=re.IGNORECASE).casefold()
+    return next(
+        (device for device in DEVICES if bare in map(str.casefold, (device.name, *device.aliases))),
+        None,
+    )

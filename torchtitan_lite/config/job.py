@@ -1,0 +1,158 @@
+"""Job: the facts of a run, each derived once from its config."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.flavors import ModelArgs
+from torchtitan_lite.catalog.schedules import SCHEDULES
+
+from . import (
+    BatchSizes,
+    Config,
+    ParallelDegrees,
+    Stages,
+    dump_config,
+    resolve_batch,
+    resolve_degrees,
+    resolve_model,
+    resolve_shares,
+    resolve_stages,
+    show_settings,
+)
+
+
+@dataclass(frozen=True)
+class TokenizerValues:
+    """Properties of the tokenizer that the model and the data depend on."""
+
+    path: str
+    vocab_size: int
+    bos_id: int
+    fingerprint: str
+    """SHA-256 of the vocabulary and of the ids that frame a document."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run: its config and the numbers that follow from it.
+
+    `build_job` derives it. `planner.resolve_auto` replaces the config's "auto" values, and the
+    result is the only one that is trained, written and shown.
+    """
+
+    config: Config
+    degrees: ParallelDegrees
+    batch: BatchSizes
+    dataset_shares: tuple[int, ...]
+    """Samples of each dataset in one period of the mix."""
+    model_args: ModelArgs
+    tokenizer: TokenizerValues
+    stages: Stages
+    """The names of the modules of each pipeline stage."""
+    chosen: tuple[str, ...] = ()
+    """Keys whose value was "auto" and has been replaced, such as "activation_checkpoint.mode"."""
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.config.job.dump_folder)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.folder / self.config.checkpoint.folder
+
+    @property
+    def microbatch_tokens(self) -> int:
+        """Tokens of a microbatch that the linears of one rank see: context parallelism splits
+        sequences, and sequence parallelism gathers them before each matmul."""
+        return self.batch.local_batch_size * self.config.training.seq_len // self.degrees.cp
+
+    def rank_stages(self, rank: int) -> tuple[int, ...]:
+        """Return which of `stages` a rank of the pipeline has."""
+        schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
+        return schedule.rank_stages(rank, degree=self.degrees.pp, stages=len(self.stages))
+
+    @property
+    def model_name(self) -> str:
+        """The flavor and the keys that override it, such as `8B, n_layers = 16`."""
+        model = self.config.model
+        return ", ".join(filter(None, (model.flavor, show_settings(model.overrides))))
+
+    def choose(self, table: str, **values: object) -> "Job":
+        """Return the job with `values` in place of the "auto" values of a table."""
+        section = getattr(self.config, table)
+        new = [f"{table}.{key}" for key, value in values.items() if value != getattr(section, key)]
+        section = section.model_copy(update=values)
+        config = self.config.model_copy(update={table: section})
+        return dataclasses.replace(self, config=config, chosen=(*self.chosen, *new))
+
+    def to_toml(self) -> str:
+        """Return the resolved config as TOML, with a comment on the values chosen for "auto"."""
+        comment = '# Chosen for this machine in place of "auto": '
+        head = f"{comment}{', '.join(self.chosen)}\n" if self.chosen else ""
+        return head + dump_config(self.config)
+
+    def layout(self) -> str:
+        """Return the degrees and the batch, for the log."""
+        degrees, batch = self.degrees, self.batch
+        pipeline = ""
+        if degrees.pp > 1:
+            name = self.config.parallelism.pipeline_parallel_schedule
+            pipeline = f"pp {degrees.pp} ({len(self.stages)} stages, {name}) x "
+        return (
+            f"{degrees.world_size} processes: {pipeline}dp_replicate {degrees.dp_replicate} "
+            f"x dp_shard {degrees.dp_shard} x cp {degrees.cp} x tp {degrees.tp}; global batch "
+            f"{batch.global_batch_size} x {self.config.training.seq_len} tokens in "
+            f"{batch.grad_accum_steps} microbatches a rank"
+        )
+
+    def hparams(self) -> dict[str, bool | float | str]:
+        """Return the settings worth comparing between runs, for TensorBoard's HParams page, which
+        shows the first five of them by default."""
+        config, float8 = self.config, self.config.float8
+        degrees = dataclasses.asdict(self.degrees)
+        split = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        return {
+            "float8": float8.recipe_name if float8.enable_float8_linear else "off",
+            "lr": config.optimizer.lr,
+            "parallelism": " x ".join(split) or "none",
+            "seq_len": config.training.seq_len,
+            "world_size": self.degrees.world_size,
+            "activation_checkpoint": config.activation_checkpoint.label,
+            "compile": config.compile.enable,
+            "flavor": self.model_name,
+            "float8_all_gather": float8.enable_fsdp_float8_all_gather,
+            "global_batch_size": self.batch.global_batch_size,
+            "local_batch_size": self.batch.local_batch_size,
+        }
+
+
+def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) -> Job:
+    """Derive the job of a run with `world_size` processes.
+
+    Raises ConfigError if the degrees or batch sizes do not fit the processes, or if the tokenizer
+    has more ids than the model.
+    """
+    degrees = resolve_degrees(config.parallelism, world_size=world_size)
+    batch = resolve_batch(config.training, config.parallelism, dp_degree=degrees.dp)
+    shares = resolve_shares(config.training.datasets)
+
+    # The model is the configured one with the run's vocabulary and sequence length.
+    args = resolve_model(config.model)
+    args = dataclasses.replace(
+        args,
+        vocab_size=args.vocab_size or tokenizer.vocab_size,
+        max_seq_len=config.training.seq_len,
+        document_bos_id=tokenizer.bos_id if config.training.document_mask else None,
+    )
+    if tokenizer.vocab_size > args.vocab_size:
+        raise ConfigError(
+            f"[model] tokenizer_path = {tokenizer.path!r} has {tokenizer.vocab_size} ids, more "
+            f"than the model's vocab_size = {args.vocab_size}; use a tokenizer with at most that "
+            "many, or set [model] vocab_size."
+        )
+    stages = resolve_stages(config.parallelism, n_layers=args.n_layers)
+    return Job(config, degrees, batch, shares, args, tokenizer, stages)

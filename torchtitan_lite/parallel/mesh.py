@@ -1,0 +1,43 @@
+"""The device mesh, gathers over it, and determinism."""
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtitan_lite.config import DebugConfig, ParallelDegrees
+
+# From the slowest link to the fastest: neighbouring ranks share tensor parallelism.
+MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+def build_mesh(degrees: ParallelDegrees, *, device_type: str) -> DeviceMesh:
+    """Build the mesh of all processes. It keeps every dimension, so that all can be indexed."""
+    sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMS)
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Start to gather `x` from all ranks of `group`. Return a function that waits for the values of
+    all ranks, and returns them stacked, in the order of ranks."""
+    gathered = [torch.empty_like(x) for _ in range(group.size())]
+    gathering = dist.all_gather(gathered, x, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        gathering.wait()
+        return torch.stack(gathered)
+
+    return wait
+
+
+def set_determinism(debug: DebugConfig) -> None:
+    """Seed torch, and use deterministic algorithms only if the config asks for them."""
+    torch.manual_seed(debug.seed)
+    if debug.deterministic:
+        # cuBLAS reads the variable at its first call.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False

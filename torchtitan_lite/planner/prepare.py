@@ -1,0 +1,77 @@
+"""Prepare a run on this device: derive its job, resolve "auto", and predict what float8 gains."""
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.base.collectives import on_all_ranks
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
+from torchtitan_lite.checkpoint.resume import Resume
+from torchtitan_lite.config import Config, keep_batch, read_decisive
+from torchtitan_lite.config.job import Job, build_job
+from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
+from torchtitan_lite.metrics.hardware import given_peaks, host_memory_gib, total_memory_gib
+from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
+from torchtitan_lite.models.llama3 import attention_backend
+from torchtitan_lite.parallel.mesh import set_determinism
+from torchtitan_lite.run.process_group import local_world_size
+from torchtitan_lite.training.build import writing_ranks
+
+from .auto import resolve_auto
+from .prediction import format_verdict
+from .workload import build_workload
+
+
+def prepare_job(
+    config: Config, *, device: torch.device, resume: Resume | None = None
+) -> tuple[Job, Tokenizer]:
+    """Derive the job and its tokenizer, and choose "auto" values for this device. Log what float8
+    is predicted to gain. Seed torch.
+
+    A run that resumes keeps its global batch size. A collective call. Raises ConfigError or
+    DataError."""
+    world_size = dist.get_world_size()
+    if resume is not None and resume.progress.step:
+        saved = read_decisive(resume.manifest.config, world_size=resume.manifest.world_size)
+        size = saved.training.global_batch_size
+        config = keep_batch(config, saved=size, world_size=world_size)
+    writing_ranks(config.metrics)(lambda: check_wandb_installed(config.metrics))
+    set_determinism(config.debug)
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    job = build_job(config, world_size=world_size, tokenizer=tokenizer.values)
+
+    # The smallest memory of any rank decides for all.
+    memory_gib = on_all_ranks(
+        lambda: total_memory_gib(device) or host_memory_gib() / local_world_size()
+    )
+    spec, on_cpu = planned_device(device, config), device.type == "cpu"
+    job = resolve_auto(job, memory_gib=min(memory_gib), device=spec, on_cpu=on_cpu)
+    logger.info(f"{job.layout()}, on {device.type}")
+    log_prediction(job, device=device)
+    return job, tokenizer
+
+
+def log_prediction(job: Job, *, device: torch.device) -> None:
+    """Log what float8 is predicted to gain over bf16, if it is on and the device is known."""
+    spec = planned_device(device, job.config)
+    if spec is None or not job.config.float8.enable_float8_linear:
+        return
+    attention = attention_backend(
+        job.model_args,
+        cp_degree=job.degrees.cp,
+        tp_degree=job.degrees.tp,
+        dtype=getattr(torch, job.config.training.mixed_precision_param),
+        device=device,
+    )
+    work = build_workload(job, fused_attention=attention != "MATH")
+    logger.info(f"predicted: {format_verdict(work.predict(spec))}")
+
+
+def planned_device(device: torch.device, config: Config) -> DeviceSpec | None:
+    """Return the device's data sheet for planning. None on CPU, for an unknown GPU, and if float8
+    is on and its peak is unknown."""
+    on_gpu = device.type == "cuda"
+    spec = lookup_device(torch.cuda.get_device_name(device)) if on_gpu else None
+    spec = spec and spec.with_peaks(given_peaks(config.metrics))
+    in_bf16 = not config.float8.enable_float8_linear
+    return spec if spec and (in_bf16 or spec.fp8_tflops) else None

@@ -1,0 +1,198 @@
+"""The process group: how a process joins it, what ranks must agree on, time-outs, how it ends."""
+
+import json
+import os
+import re
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.config import CommConfig
+
+# NCCL aborts the process, while gloo, whose time-out should come first, raises an error.
+NCCL_EXTRA_SECONDS = 30
+# For the other ranks to read that they differ: the host of rank 0 may serve the store.
+HEARD_SECONDS = 10
+SHOWN_RANKS = 4
+
+
+def read_rank() -> tuple[int, int]:
+    """Return this process's rank and the number of processes, which torchrun sets.
+
+    Raises ConfigError outside torchrun."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        value = os.environ.get(name, "")
+        if not re.fullmatch("[0-9]{1,9}", value):
+            found = f"={value} is not a number" if value else " is not set"
+            raise ConfigError(
+                f"this process was not started by torchrun ({name}{found}); use torchrun "
+                "--nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or "
+                "./run_train.sh."
+            )
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def local_world_size() -> int:
+    """Return the number of the job's processes on this host, which torchrun sets."""
+    return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def connect_store(timeout_s: float) -> dist.Store:
+    """Connect to the store of torchrun's job, where ranks meet; the only rank of a job needs no
+    network for it. The connection and each answer may take `timeout_s`, but an answer of a server
+    that is stopped never comes. One connection serves one thread at a time.
+
+    Each start has keys of its own, by its name, and so has each of its attempts: after a restart
+    the store still holds what the attempt before left there, such as the addresses of its process
+    group."""
+    start = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if read_rank() == (0, 1):
+        store = _own_store()
+    else:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    return dist.PrefixStore(f"{start}/attempt-{attempt}", store)
+
+
+@cache
+def _own_store() -> dist.Store:
+    return dist.HashStore()
+
+
+def check_started_alike(
+    facts: Mapping[str, str], *, store: dist.Store, rank: int, world_size: int
+) -> None:
+    """Raise ConfigError on every rank unless all of them have the same `facts`, values by name.
+    Waits for the slowest rank as long as `store` allows.
+
+    Ranks that differ in the config, in library versions or in this package's sources would train
+    garbage, or hang in a collective that not all of them enter. Nothing in torch compares them."""
+    store = dist.PrefixStore("agreement", store)
+    store.set(f"rank {rank}", json.dumps([f"{rank} on {socket.gethostname()}", facts]))
+
+    # Rank 0 compares, and posts the verdict.
+    if rank == 0:
+        answers = dict(json.loads(store.get(f"rank {other}")) for other in range(world_size))
+        store.set("verdict", describe_differences(answers))
+    if verdict := store.get("verdict").decode():
+        store.set(f"rank {rank} heard", "")
+        if rank == 0:
+            with suppress(RuntimeError):
+                heard = [f"rank {other} heard" for other in range(world_size)]
+                store.wait(heard, timedelta(seconds=HEARD_SECONDS))
+        raise ConfigError(verdict)
+
+
+def describe_differences(answers: Mapping[str, Mapping[str, str]]) -> str:
+    """Return a line for each fact that differs: its values, and the ranks that have them; "" if
+    none differs. `answers` has each rank's facts."""
+    lines = []
+    for name in dict.fromkeys(name for facts in answers.values() for name in facts):
+        holders = defaultdict(list)
+        for rank, facts in answers.items():
+            holders[facts.get(name, "none")].append(rank)
+        if len(holders) == 1:
+            continue
+
+        values = []
+        for value, ranks in holders.items():
+            more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
+            values.append(f"{value} (rank {', '.join(ranks[:SHOWN_RANKS])}{more})")
+        lines.append(f"{name} differs between ranks: {'; '.join(values)}")
+
+    if lines:
+        lines.append("start every node with the same config, command line and installation.")
+    return "\n".join(lines)
+
+
+def init_distributed(comm: CommConfig) -> torch.device:
+    """Join the process group and return this process's device.
+
+    CUDA tensors use NCCL, CPU tensors gloo. Raises ConfigError outside torchrun, on a host with
+    more processes than GPUs, and on a host whose GPUs PyTorch cannot use."""
+    rank, world_size = read_rank()
+    if has_gpus():
+        backend, device = "cpu:gloo,cuda:nccl", _set_up_gpu(comm)
+    else:
+        backend, device = "gloo", torch.device("cpu")
+
+    if local_world_size() == world_size:
+        stay_on_loopback()
+    timeout = comm.init_timeout_seconds
+    store = connect_store(timeout)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+    )
+    set_timeouts(timeout)
+    return device
+
+
+def has_gpus() -> bool:
+    """Return whether there are GPUs. Raises ConfigError for some that PyTorch cannot use."""
+    there = Path("/dev/nvidia0").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    if there and not torch.cuda.is_available():
+        raise ConfigError(
+            f"this host has NVIDIA GPUs that PyTorch {torch.__version__} cannot use: its build or "
+            "the driver does not match; install one that does, or set "
+            'CUDA_VISIBLE_DEVICES="" to compute on the CPU.'
+        )
+    return torch.cuda.is_available()
+
+
+def stay_on_loopback() -> None:
+    """Let the ranks of one host meet where no other host reaches them, unless the environment
+    names an interface. It also needs no host name that resolves."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+
+
+def _set_up_gpu(comm: CommConfig) -> torch.device:
+    """Select this process's GPU and configure its allocator and NCCL's flight recorder."""
+    processes, gpus = local_world_size(), torch.cuda.device_count()
+    if processes > gpus:
+        raise ConfigError(
+            f"{processes} processes were started on a host with {gpus} GPUs; start at most one a "
+            f"GPU (NGPU={gpus})."
+        )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+
+    # Memory segments that can grow leave fewer unusable gaps. The environment takes precedence.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
+    return device
+
+
+def set_timeouts(seconds: int, *, but_of: dist.ProcessGroup | None = None) -> None:
+    """Set the time-out of all process groups except `but_of`."""
+    timeout = timedelta(seconds=seconds)
+    for group in dist.distributed_c10d._world.pg_map:
+        if group is but_of:
+            continue
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+        # Groups whose backend for CUDA tensors is gloo have no NCCL.
+        if "cuda:nccl" in dist.get_backend_config(group):
+            nccl = group._get_backend(torch.device("cuda"))
+            nccl._set_default_timeout(timeout + timedelta(seconds=NCCL_EXTRA_SECONDS))
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """End this process without the interpreter's teardown.
+
+    gloo's threads can outlive the process group and then abort a process that has done all its
+    work, and threads can wait for ranks that are lost."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

@@ -1,0 +1,281 @@
+"""Build each part of a run from its job, but for the model: batches, checkpointer, metrics."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo import on_compile_end, on_compile_start
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.checkpoint.checkpointer import Checkpointer
+from torchtitan_lite.checkpoint.compare import check_model, config_changes
+from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
+from torchtitan_lite.checkpoint.resume import Resume
+from torchtitan_lite.config import (
+    Course,
+    MetricsConfig,
+    TrainingConfig,
+    check_decay,
+    dump_config,
+    log_odd_schedule,
+    read_decisive,
+)
+from torchtitan_lite.config.job import Job
+from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
+from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.float8.convert import has_float8_units
+from torchtitan_lite.metrics.figures import Writer
+from torchtitan_lite.metrics.flops import FlopsLedger
+from torchtitan_lite.metrics.hardware import find_peaks
+from torchtitan_lite.metrics.processor import MetricsProcessor
+from torchtitan_lite.metrics.stages import StageTimes
+from torchtitan_lite.metrics.writers import Content, build_writers, last_losses
+
+from .optim import UpdateGuard
+
+
+def build_guard(
+    training: TrainingConfig, progress: TrainingProgress, mesh: DeviceMesh, *, device: torch.device
+) -> UpdateGuard:
+    """Build the guard that skips bad updates; its counts continue from `progress`."""
+    # Ranks that differ in another dimension have exchanged losses and norms of gradients. Replicas
+    # clip their own gradients, and ranks of tensor parallelism compute the loss each.
+    return UpdateGuard(
+        training,
+        device=torch.device("cpu") if training.enable_cpu_offload else device,
+        group=mesh["dp_replicate", "tp"]._flatten("replicas").get_group(),
+        skipped_steps=progress.skipped_steps,
+        consecutive_skips=progress.consecutive_skips,
+        loss_mean=progress.loss_mean,
+    )
+
+
+# ----- Data and checkpoints -----
+
+
+def build_course(job: Job, resume: Resume | None, *, last_step: int) -> Course:
+    """Build the course of a run, and log how it differs from that of the resumed checkpoint."""
+    progress = NEW_RUN if resume is None else resume.progress
+    batch = job.batch.global_batch_size
+    course = Course(job.config, batch, last_step, progress.schedule_start)
+    if resume is None or not 0 < progress.step < last_step:
+        return course
+
+    saved = resume.manifest
+    config = read_decisive(saved.config, world_size=saved.world_size)
+    # Version 0.3 and earlier did not save the last step, which with `epochs` depends on the data.
+    planned = last_step if config.training.epochs else config.training.steps
+    last_before = saved.progress.last_step or planned
+    batch_before, start = config.training.global_batch_size, saved.progress.schedule_start
+    before = Course(config, batch_before, last_before, start)
+    for change in course.changes(before, step=progress.step):
+        logger.info(f"since step {progress.step}: {change}")
+    return course
+
+
+def accept_progress(resume: Resume | None, job: Job) -> TrainingProgress:
+    """Return the progress to continue from, and log the config keys that have changed.
+
+    Raises CheckpointError if the checkpoint is of another model.
+    """
+    if resume is None:
+        return NEW_RUN
+    saved = resume.manifest
+    check_model(saved.model, asdict(job.model_args), path=resume.path)
+    for change in config_changes(saved.config, job.to_toml()):
+        if not change.startswith("[training] global_batch_size"):  # may be -1: see `build_course`
+            logger.info(f"since step {saved.progress.step}: {change}")
+    return resume.progress
+
+
+def build_batches(
+    job: Job, tokenizer: Tokenizer, *, dp_rank: int, progress: TrainingProgress
+) -> tuple[TrainingBatches, ValidationBatches | None]:
+    """Build a data-parallel rank's training batches after `progress`, and its validation batches.
+
+    Raises DataError if the data has changed or differs between ranks, and ConfigError if the data
+    would end within the schedule's warm-up or decay."""
+    training, validation = job.config.training, job.config.validation
+    corpus, validation_corpus, validated = build_corpora(
+        training,
+        validation,
+        tokenizer,
+        shares=job.dataset_shares,
+        vocab_size=job.model_args.vocab_size,
+        seed=job.config.debug.seed,
+        held_out_before=progress.held_out,
+    )
+    if progress.data:
+        check_same_data(
+            progress.data,
+            corpus.identity(),
+            step=progress.step,
+            samples=progress.samples,
+            allow_change=training.allow_data_change,
+        )
+
+    batches = TrainingBatches(
+        corpus=corpus,
+        sizes=job.batch,
+        dp_rank=dp_rank,
+        dp_degree=job.degrees.dp,
+        steps=training.steps,
+        epochs=training.epochs,
+        first_step=progress.step + 1,
+        first_sample=progress.samples,
+    )
+    schedule, steps = job.config.lr_scheduler, batches.last_step
+    for problem in check_decay(schedule, steps=steps):
+        raise ConfigError(f"{problem}; [training] epochs = {training.epochs} end the run there.")
+    log_odd_schedule(schedule, steps=steps, start=progress.schedule_start)
+    log_data(batches, training)
+    if not validation.enable:
+        return batches, None
+    return batches, ValidationBatches(
+        validation_corpus,
+        local_batch_size=job.batch.local_batch_size,
+        samples=validated,
+        dp_rank=dp_rank,
+        dp_degree=job.degrees.dp,
+    )
+
+
+def build_checkpointer(
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    resume: Resume | None,
+) -> Checkpointer:
+    """Build the Checkpointer, and load the checkpoint `resume` or, in a new run, initial weights.
+    Without either, load nothing."""
+    settings = job.config.checkpoint
+    assert mesh.mesh_dim_names is not None, "build_mesh names its dimensions"
+    manifest = CheckpointManifest(
+        world_size=job.degrees.world_size,
+        mesh=dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
+        model=asdict(job.model_args),
+        config=job.to_toml(),
+    )
+    checkpointer = Checkpointer(
+        model,
+        optimizer,
+        settings,
+        folder=job.checkpoint_folder,
+        device=device,
+        manifest=manifest,
+        stages=mesh["pp"].get_group(),
+    )
+
+    steps = job.config.training.steps
+    if not settings.enable and steps > settings.interval:
+        logger.info(
+            f"nothing is saved in {steps:,} steps: if this run stops or fails, it starts again "
+            f"from step 1; --checkpoint.enable saves every {settings.interval} steps"
+        )
+
+    # initial_load_path is only for a new run: a resumed run has its weights already.
+    initial = settings.initial_load_path
+    if initial is None and settings.initial_load_in_hf:
+        initial = job.config.model.tokenizer_path
+    if resume is not None:
+        if initial is not None and resume.path != Path(initial):
+            logger.info("[checkpoint] initial_load_path is ignored: this run resumes")
+        checkpointer.load(resume)
+    elif initial is not None:
+        checkpointer.load_weights(Path(initial), job.model_args)
+    return checkpointer
+
+
+# ----- Metrics -----
+
+
+def writing_ranks(metrics: MetricsConfig) -> Callable[[Callable[[], None]], object]:
+    """Return the collective that runs a function on the ranks that write metrics."""
+    return on_all_ranks if metrics.save_for_all_ranks else on_rank0
+
+
+def build_stage_times(job: Job, ledger: FlopsLedger) -> StageTimes:
+    """Build the measurement of a pipeline's stages."""
+    ranks = job.degrees.pp
+    return StageTimes(
+        [job.rank_stages(rank) for rank in range(ranks)],
+        # Ranks of different stages are the furthest apart.
+        pipeline_rank=dist.get_rank() * ranks // job.degrees.world_size,
+        flops=[
+            {precision: sum(of[precision] for of in flops) for precision in ledger.by_precision}
+            for flops in (
+                [ledger.by_module[name] for name in names if name in ledger.by_module]
+                for names in job.stages
+            )
+        ],
+    )
+
+
+def build_metrics(
+    job: Job,
+    ledger: FlopsLedger,
+    *,
+    device: torch.device,
+    total_steps: int,
+    progress: TrainingProgress,
+) -> MetricsProcessor:
+    """Build the metrics of a run that continues after `progress`. Rank 0 writes, or all do.
+
+    On CPU all ranks measure their peaks here, at the same time."""
+    # Find the peak of each precision in use. On a float8 GPU find both, to compare runs.
+    dist.barrier()
+    config = job.config
+    precisions = {precision for precision, count in ledger.by_precision.items() if count}
+    if has_float8_units(device):
+        precisions |= {"bf16", "fp8"}
+    file = job.folder / "peaks.json"
+    logger.info(peaks := find_peaks(device, config.metrics, precisions=precisions, file=file))
+
+    # If a rank cannot open its files, all ranks end.
+    contents: dict[Content, bool] = {
+        "metrics": True,
+        "validation": config.validation.enable,
+        "numerics": config.float8.log_numerics_freq > 0,
+        "samples": bool(config.validation.prompts),
+    }
+    writers: list[Writer] = []
+    writing_ranks(config.metrics)(
+        lambda: writers.extend(
+            build_writers(
+                config.metrics,
+                dump_folder=job.folder,
+                rank=dist.get_rank(),
+                total_steps=total_steps,
+                resume_step=progress.step,
+                config_toml=job.to_toml(),
+                changes_toml=dump_config(config, changes_only=True),
+                hparams=job.hparams(),
+                contents=[content for content, written in contents.items() if written],
+            )
+        )
+    )
+    metrics = MetricsProcessor(
+        log_freq=config.metrics.log_freq,
+        ledger=ledger,
+        peaks=peaks,
+        device=device,
+        n_devices=job.degrees.world_size,
+        writers=writers,
+        start_tokens=progress.tokens,
+        earlier_losses=on_rank0(lambda: last_losses(job.folder)),
+        stages=build_stage_times(job, ledger) if job.degrees.pp > 1 else None,
+    )
+    if config.compile.enable:
+        on_compile_start(lambda _: metrics.compile_began())
+        on_compile_end(lambda _: metrics.compile_ended())
+    return metrics

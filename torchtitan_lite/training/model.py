@@ -1,0 +1,284 @@
+"""Build a run's model: on meta, where it is converted to float8 and counted without a device, for
+planning too; then cut it into stages, and make them parallel."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.devices import Precision
+from torchtitan_lite.catalog.flavors import OUTPUT, ModelArgs
+from torchtitan_lite.config import CompileConfig, zero_bubble
+from torchtitan_lite.config.job import Job
+from torchtitan_lite.float8.convert import convert_linears, must_emulate
+from torchtitan_lite.float8.graph_passes import add_passes
+from torchtitan_lite.float8.observe import Asked
+from torchtitan_lite.float8.selection import AUTO, LinearChoice, format_choices, select_linears
+from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
+from torchtitan_lite.models.init import init_weights
+from torchtitan_lite.models.llama3 import Transformer, attention_backend
+from torchtitan_lite.models.loss import CrossEntropy
+from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
+from torchtitan_lite.parallel.microbatches import Microbatches, ModelLoss, PlainMicrobatches
+from torchtitan_lite.parallel.parallelize import parallelize
+from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, Timed, cut_stage
+from torchtitan_lite.parallel.tensor_parallel import float8_gathers
+from torchtitan_lite.patches import tag_compiler_cache
+
+HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+@dataclass(frozen=True)
+class MetaModel:
+    """A model on meta, converted to float8 as configured and not yet sharded."""
+
+    model: Transformer
+    choices: list[LinearChoice]
+    """The decision for every linear."""
+    ledger: FlopsLedger
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def converted(self) -> list[str]:
+        """Names of the linears in float8."""
+        return converted_names(self.choices)
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """This rank's stages of the model, the model itself without pipeline parallelism."""
+
+    stages: list[Transformer]
+    indices: Sequence[int]
+    """Which stages of the pipeline they are."""
+    ledger: FlopsLedger
+    """FLOPs per token of the whole model."""
+    linears: list[str]
+    """Names of the whole model's linears in float8."""
+    asked: Asked
+    """Float8 operations expected of this rank in each step, and compiled graphs."""
+
+
+def choose_linears(
+    job: Job,
+    *,
+    slower: Callable[[Sequence[LinearChoice]], Mapping[str, str]] | None = None,
+) -> list[LinearChoice]:
+    """Decide for every linear whether it trains in float8. [float8] filter_fqns = ["auto"] needs
+    `slower`, see `select_linears`. Raises ConfigError."""
+    float8 = job.config.float8
+    filters: Collection[str] = float8.filter_fqns
+    if not float8.enable_float8_linear:
+        filters, slower = [AUTO], lambda linears: {each.kind: "float8 is off" for each in linears}
+    any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
+    return select_linears(
+        _linears_of(job.model_args),
+        filter_fqns=filters,
+        tp_degree=job.degrees.tp,
+        tokens=None if any_tokens else job.microbatch_tokens,
+        convert_output=float8.convert_output,
+        recipe=float8.recipe,
+        slower=slower,
+    )
+
+
+def find_recomputed(
+    job: Job, choices: Sequence[LinearChoice], *, fused_attention: bool = True
+) -> frozenset[str]:
+    """Return the names of the modules whose forward the backward pass runs again."""
+    return recomputed_modules(
+        _linears_of(job.model_args),
+        job.config.activation_checkpoint,
+        compiled=job.config.compile.covers("model"),
+        fused_attention=fused_attention,
+        in_float8=set(converted_names(choices)),
+    )
+
+
+def converted_names(choices: Sequence[LinearChoice]) -> list[str]:
+    """Return the names of the linears that train in float8."""
+    return [name for choice in choices if choice.converted for name in choice.names]
+
+
+def _linears_of(args: ModelArgs) -> Transformer:
+    """Return a model on meta. One serves all lengths and masks: its linears are the same."""
+    return _build_on_meta(replace(args, max_seq_len=1, document_bos_id=None))
+
+
+@cache
+def _build_on_meta(args: ModelArgs) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(args)
+
+
+def build_meta_model(
+    job: Job,
+    *,
+    choices: list[LinearChoice] | None = None,
+    emulate: bool = False,
+    fused_attention: bool = True,
+) -> MetaModel:
+    """Build the model of `job` on meta, and convert it to float8 by `choices`, or as configured."""
+    config, float8 = job.config, job.config.float8
+    with torch.device("meta"):
+        model = Transformer(job.model_args).to(getattr(torch, config.training.dtype))
+    choices = choices or choose_linears(job)
+    if float8.enable_float8_linear:
+        convert_linears(model, choices, float8=float8, emulate=emulate)
+        model.tie_weights()  # to a weight that FSDP gathers in high precision, for the embedding
+
+    # The FLOPs of each precision.
+    high_precision = HIGH_PRECISION[config.training.mixed_precision_param]
+    converted = converted_names(choices)
+    emulated = emulate and bool(converted)
+    ledger = count_flops(
+        model,
+        job.model_args,
+        seq_len=config.training.seq_len,
+        high_precision=high_precision,
+        float8_matmuls=dict.fromkeys(converted, float8.recipe.matmuls),
+        fp8_runs_in=(float8.recipe.emulated_in or high_precision) if emulated else "fp8",
+        convention=config.metrics.flops_convention,
+        recomputed=find_recomputed(job, choices, fused_attention=fused_attention),
+        # Under a memory budget the compiler decides what to recompute.
+        recompute_is_known=config.activation_checkpoint.mode != "memory_budget",
+    )
+    return MetaModel(model, choices, ledger)
+
+
+def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltModel:
+    """Build the model on meta, convert it to float8, cut it into stages, shard them, then
+    initialise their weights."""
+    config, float8, training = job.config, job.config.float8, job.config.training
+    args, dtype = job.model_args, getattr(torch, training.mixed_precision_param)
+    attention = attention_backend(
+        args, cp_degree=job.degrees.cp, tp_degree=job.degrees.tp, dtype=dtype, device=device
+    )
+    meta = build_meta_model(
+        job,
+        emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
+        fused_attention=attention != "MATH",
+    )
+
+    # Report the model, its float8 linears, and its FLOPs.
+    logger.info(
+        f"model {job.model_name}: {meta.parameters:,} parameters, vocabulary "
+        f"{args.vocab_size}{', tied' if args.tie_embeddings else ''}; attention by {attention}"
+    )
+    if float8.enable_float8_linear:
+        logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
+    log_flops(meta.ledger, document_mask=training.document_mask)
+
+    # Parallelize the model, then allocate and initialise its shards.
+    if config.compile.enable:
+        tag_compiler_cache(attention)  # the cache key does not include the attention backend
+    if float8.enable_float8_linear and config.compile.covers("model"):
+        add_passes()
+    indices = job.rank_stages(mesh["pp"].get_local_rank())
+    stages = [meta.model]
+    if job.degrees.pp > 1:
+        stages = [cut_stage(meta.model, job.stages[index]) for index in indices]
+    linears = meta.converted
+    own = {name for stage in stages for name, _ in stage.named_modules()} & set(linears)
+    graphs = graphs_of_step(config.compile, stages, has_loss=len(job.stages) - 1 in indices)
+    asked = replace(asked_of_step(job, own, ledger=meta.ledger), graphs=graphs)
+    parallelize(
+        stages,
+        mesh,
+        parallelism=config.parallelism,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        training=training,
+        # The operator of a GPU, which parts of a sequence use, does not pad heads.
+        flash=device.type == "cuda" and attention == "FLASH_ATTENTION" and args.head_dim % 8 == 0,
+    )
+    for stage in stages:
+        stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
+        init_weights(stage, seed=config.debug.seed, buffer_device=device)
+
+    return BuiltModel(stages, indices, meta.ledger, linears, asked)
+
+
+def build_microbatches(
+    job: Job, built: BuiltModel, mesh: DeviceMesh, *, device: torch.device, timed: Timed
+) -> Microbatches:
+    """Build what runs forward and backward passes, on this rank alone or through a pipeline."""
+    config, degrees = job.config, job.degrees
+    cross_entropy = CrossEntropy(
+        compiled=config.compile.covers("loss"), repeatable=zero_bubble(config.parallelism)
+    )
+    gathers_logits = degrees.tp > 1 and config.parallelism.disable_loss_parallel
+    losses = [
+        ModelLoss(stage, cross_entropy, gathers_logits=gathers_logits) for stage in built.stages
+    ]
+    if degrees.pp == 1:
+        return PlainMicrobatches(losses[0], config.parallelism)
+
+    seq_len = config.training.seq_len // (degrees.cp * degrees.tp)
+    hidden = torch.empty(
+        (job.batch.local_batch_size, seq_len, job.model_args.dim),
+        dtype=getattr(torch, config.training.mixed_precision_param),
+        device="meta",
+        requires_grad=True,
+    )
+    return PipelinedMicrobatches(
+        losses,
+        built.indices,
+        schedule=config.parallelism.pipeline_parallel_schedule,
+        n_stages=len(job.stages),
+        n_microbatches=job.batch.grad_accum_steps,
+        hidden=hidden,
+        group=mesh["pp"].get_group(),
+        device=device,
+        timed=timed,
+    )
+
+
+def asked_of_step(job: Job, converted: Collection[str], *, ledger: FlopsLedger) -> Asked:
+    """Return the float8 operations that a rank must run in a step, which has the linears
+    `converted` to float8."""
+    float8, degrees, microbatches = job.config.float8, job.degrees, job.batch.grad_accum_steps
+    # Blocks, or the last group, whose weight the embedding reads too if the two are tied.
+    in_high_precision = {OUTPUT} if job.model_args.tie_embeddings else set()
+    fsdp_groups = {tuple(name.split(".")[:2]) for name in set(converted) - in_high_precision}
+    blocks = fsdp_groups - {(OUTPUT,)}
+    gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.fsdp > 1
+    gathers_activations = float8.recipe.gathers_float8 and degrees.tp > 1
+    fuses = job.config.parallelism.enable_async_tensor_parallel
+    return Asked(
+        linears=len(converted),
+        matmuls=microbatches * len(converted) * len(float8.recipe.matmuls),
+        matmuls_run_in={"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}[ledger.fp8_runs_in],
+        fsdp_gathers=len(fsdp_groups) if gathers_weights else 0,
+        tp_gathers=microbatches * float8_gathers(converted) if gathers_activations else 0,
+        # At least one fusion per block: the compiler chooses which collectives it fuses.
+        fused=microbatches * len(blocks) if fuses else 0,
+    )
+
+
+def graphs_of_step(compile: CompileConfig, stages: Sequence[Transformer], *, has_loss: bool) -> int:
+    """Return the least number of graphs that a rank with these stages compiles: equal blocks share
+    one."""
+    has_blocks = any(stage.layers for stage in stages)
+    parts = (compile.covers("model") and has_blocks, compile.covers("loss") and has_loss)
+    return parts.count(True)
+
+
+def log_flops(ledger: FlopsLedger, *, document_mask: bool) -> None:
+    """Log the FLOPs per token by precision, and what the count assumes."""
+    shares = (f"{n / ledger.total:.2%} {name}" for name, n in ledger.by_precision.items() if n)
+    line = f"{ledger.total:,} FLOPs per token: {', '.join(shares)}"
+    if ledger.emulated:
+        line += f" (float8, emulated, counts as {ledger.fp8_runs_in})"
+    if recomputed := sum(ledger.recompute.values()):
+        line += f"; {recomputed / ledger.total:.2%} more are recomputed"
+    if document_mask:
+        line += "; mfu_documents counts attention within documents only"
+    logger.info(line)

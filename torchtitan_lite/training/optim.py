@@ -1,0 +1,250 @@
+"""The optimizer, and the guard that decides which steps update the parameters."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn import Parameter
+
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.torchao_types import is_gathered_in_float8
+from torchtitan_lite.config import OptimizerConfig, TrainingConfig
+
+LOSS_MEAN_DECAY = 0.98  # of the running mean: a loss has half its weight after 34 steps
+
+
+def build_optimizer(
+    parameters: Iterable[Parameter], optimizer: OptimizerConfig
+) -> torch.optim.Optimizer:
+    """Build AdamW over `parameters`, with the implementation and moments that [optimizer] names."""
+    settings: dict[str, Any] = {
+        "lr": optimizer.lr,
+        "betas": (optimizer.beta1, optimizer.beta2),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+    }
+    if optimizer.state_dtype == "bfloat16":
+        return BFloat16AdamW(parameters, **settings)
+
+    implementation = optimizer.implementation
+    if implementation != "fused":
+        logger.info(
+            f'[optimizer] implementation = "{implementation}" waits for the device in every step '
+            'to read whether the gradient is finite; "fused" does not'
+        )
+    fused, foreach = implementation == "fused", implementation == "foreach"
+    return torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
+
+
+# ----- AdamW with moments in bfloat16 -----
+
+DROPPED_BITS = 16  # of a float32 that is stored as bfloat16
+
+
+class BFloat16AdamW(torch.optim.Optimizer):
+    """AdamW that computes in float32 and stores the two moments in bfloat16, the second rounded
+    stochastically.
+
+    Like torch's fused AdamW, it reads `found_inf` on the device: a step with 1 changes nothing. On
+    a GPU the update is compiled, to 2 kernels a parameter."""
+
+    def __init__(self, parameters: Iterable[Parameter], **settings: Any) -> None:
+        super().__init__(parameters, {**settings, "fused": True})
+        self._device = self.param_groups[0]["params"][0].device
+        self.found_inf = torch.zeros((), device=self._device)
+        compiles = self._device.type == "cuda"
+        self._update: Any = torch.compile(_update, dynamic=False) if compiles else _update
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update each parameter that has a gradient."""
+        assert closure is None, "the loss is computed once a step"
+        for group in self.param_groups:
+            # A tensor, since the compiler would compile the update again for each new number.
+            lr = torch.full((), group["lr"], device=self._device)
+
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), device=self._device)
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+                self._update(
+                    _local(parameter.detach()),
+                    _local(parameter.grad),
+                    {name: _local(tensor) for name, tensor in state.items()},
+                    skip=self.found_inf,
+                    lr=lr,
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of `tensor`, without torchao's wrapper for float8 all-gathers."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local._tensor if is_gathered_in_float8(local) else local
+
+
+def _update(
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    *,
+    skip: Tensor,
+    lr: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Make AdamW's step (arXiv 1711.05101, algorithm 2) in place, unless `skip` is 1."""
+    gradient = gradient.float()
+    step = state["step"] + 1
+    mean = torch.lerp(gradient, state["exp_avg"].float(), betas[0])
+    square = torch.lerp(gradient.square(), state["exp_avg_sq"].float(), betas[1])
+    root = (square / (1 - betas[1] ** step)).sqrt()
+    change = lr * (mean / (1 - betas[0] ** step)) / (root + eps)
+    updated = parameter.float() * (1 - lr * weight_decay) - change
+
+    # Store everything, or what was there before.
+    for old, new in (
+        (parameter, updated),
+        (state["step"], step),
+        (state["exp_avg"], mean.to(torch.bfloat16)),
+        (state["exp_avg_sq"], _round_stochastically(square, step)),
+    ):
+        old.copy_(torch.where(skip == 0, new, old))
+
+
+def _round_stochastically(x: Tensor, step: Tensor) -> Tensor:
+    """Round `x`, float32 and not negative, to a neighbour in bfloat16, so that the mean is exact.
+
+    Rounded to the nearest, a second moment hardly falls if 1 - beta2 is less than half a rounding
+    step, 0.001. The random bits are a hash of the step and of the element's position. They need no
+    state and are equal on all ranks that hold the same elements.
+    """
+    mask = 2**31 - 1
+    place = torch.arange(x.numel(), device=x.device).view(x.shape)
+    # Odd factors modulo 2^32, negative so that they fit in int32: Triton refuses larger constants.
+    bits = (place * -0x61C8864F + step.long() * -0x7A143589) & mask
+    for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):  # no product exceeds 2^63
+        bits = ((bits >> shift) ^ bits) * factor & mask
+    threshold = (bits >> (31 - DROPPED_BITS)).int()
+    rounded = (x.view(torch.int32) + threshold) & -(1 << DROPPED_BITS)
+    return rounded.view(torch.float32).to(torch.bfloat16)
+
+
+# ----- Clipping -----
+
+PIECE = 1 << 14
+"""Elements of a gradient on CPU that are summed at a time."""
+
+
+def clip_gradients(
+    parameters: Iterable[Parameter], max_norm: float, *, stages: dist.ProcessGroup
+) -> Tensor:
+    """Scale the gradients down to `max_norm`, in place. Return the norm before, [] float32, over
+    the parameters of all ranks of `stages`, the group of the pipeline."""
+    parameters = list(parameters)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients[0].device.type == "cpu":
+        norm = _norm_on_cpu(gradients)
+    else:
+        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if stages.size() > 1:
+        squares = norm.float().square()
+        dist.all_reduce(squares, group=stages)
+        norm = squares.sqrt()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm.float()
+
+
+def _norm_on_cpu(gradients: Iterable[Tensor]) -> Tensor:
+    """Return the norm of `gradients` and of their shards on other ranks, [] float32.
+
+    torch adds the squares of a float32 tensor on CPU one after another in float32: the norm of
+    60 million elements is 0.46 % too small. Here pieces are added in float64."""
+    # Gradients with the same layout share the sums over ranks.
+    by_layout: dict[Any, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+    for gradient in gradients:
+        layout: tuple[Any, Any] = None, ()  # mesh and placements
+        if isinstance(gradient, DTensor):
+            whole = [Replicate() if each.is_partial() else each for each in gradient.placements]
+            gradient = gradient.redistribute(placements=whole)
+            layout = gradient.device_mesh, gradient.placements
+        norms = torch._foreach_norm(_local(gradient).flatten().split(PIECE), dtype=torch.float32)
+        by_layout[layout] += torch.stack(norms).double().square().sum()
+
+    for (mesh, placements), squares in by_layout.items():
+        for dim, placement in enumerate(placements):
+            if not placement.is_replicate():
+                dist.all_reduce(squares, group=mesh.get_group(dim))
+    return torch.stack([*by_layout.values()]).sum().sqrt().float()
+
+
+# ----- Steps without an update -----
+
+
+class UpdateGuard:
+    """Decides on the device which steps do not update the parameters, and counts them there.
+
+    These are steps whose loss or gradient is not finite and, with a `loss_spike_factor`, those
+    whose loss exceeds that factor times the running mean of the losses before. It continues from
+    the counts and the mean of the steps before. If one rank of `group` skips a step, all do.
+
+    Its tensors are [] float32 on `device`. `consecutive_skips` counts the steps since the last one
+    with an update; `loss_mean` is over the steps that had one, in nat, NaN before the first."""
+
+    def __init__(
+        self,
+        training: TrainingConfig,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        skipped_steps: int,
+        consecutive_skips: int,
+        loss_mean: float | None,
+    ) -> None:
+        self._spike_factor, self._group = training.loss_spike_factor, group
+        self.skipped_steps = torch.tensor(float(skipped_steps), device=device)
+        self.consecutive_skips = torch.tensor(float(consecutive_skips), device=device)
+        self.loss_mean = torch.tensor(math.nan if loss_mean is None else loss_mean, device=device)
+
+    def found_inf(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return 1 if this step must not update the parameters, else 0.
+
+        Equal on all ranks of the group, whatever their `loss` and `grad_norm`, [] float32. Does not
+        wait for the device."""
+        good = loss.isfinite() & grad_norm.isfinite()
+        if self._spike_factor:
+            good &= ~(loss > self._spike_factor * self.loss_mean)  # false if the mean is NaN
+        skipped = 1 - good.float()
+        if self._group.size() > 1:
+            dist.all_reduce(skipped, dist.ReduceOp.MAX, group=self._group)
+
+        mean = torch.lerp(loss, self.loss_mean, LOSS_MEAN_DECAY)
+        mean = torch.where(self.loss_mean.isnan(), loss, mean)
+        self.loss_mean = torch.where(skipped == 0, mean, self.loss_mean)
+        self.skipped_steps = self.skipped_steps + skipped
+        self.consecutive_skips = (self.consecutive_skips + 1) * skipped
+        return skipped
+
+
+def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
+    """Update the parameters unless `found_inf`, [] float32 on their device, is 1.
+
+    The fused update reads it on the device. For the others it is read here, which waits."""
+    if optimizer.defaults["fused"]:
+        optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # set as GradScaler does
+        optimizer.step()
+    elif not found_inf.item():
+        optimizer.step()

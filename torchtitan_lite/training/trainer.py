@@ -1,0 +1,352 @@
+"""The training loop: a run's parts, the stages of a step, and the work between steps."""
+
+import contextlib
+import gc
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchtitan_lite.base.collectives import agree, on_rank0
+from torchtitan_lite.base.errors import RunError
+from torchtitan_lite.base.logger import logger
+from torchtitan_lite.checkpoint.manifest import TrainingProgress
+from torchtitan_lite.checkpoint.resume import Resume
+from torchtitan_lite.checkpoint.state import random_state
+from torchtitan_lite.config.job import Job
+from torchtitan_lite.data.dataloader import PREFETCHED, Batch, Prefetcher
+from torchtitan_lite.data.tokenizer import Tokenizer
+from torchtitan_lite.float8.convert import update_scales
+from torchtitan_lite.float8.numerics import NumericsMonitor
+from torchtitan_lite.float8.observe import StepObserver
+from torchtitan_lite.metrics.flops import document_squares, document_values
+from torchtitan_lite.metrics.processor import StepValues
+from torchtitan_lite.metrics.writers import has_validation
+from torchtitan_lite.parallel.mesh import build_mesh, start_all_gather
+from torchtitan_lite.parallel.pipeline import join_stages
+from torchtitan_lite.run.process_group import set_timeouts
+from torchtitan_lite.run.run_folder import RunFolder
+from torchtitan_lite.run.watchdog import Watchdog
+
+from .build import (
+    accept_progress,
+    build_batches,
+    build_checkpointer,
+    build_course,
+    build_guard,
+    build_metrics,
+)
+from .model import BuiltModel, build_microbatches, build_model
+from .optim import build_optimizer, clip_gradients, step_unless
+from .profiling import Profiler
+from .samples import Samples
+
+STATUS_SECONDS = 5.0  # minimum time between updates of status.json, because each waits for the disk
+
+
+class Stopped(Exception):
+    """Raised on all ranks at the same point to stop; the message is the signal or time limit."""
+
+
+class Trainer:
+    """The training loop. The constructor builds every part of the run; `train` runs the steps."""
+
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer,
+        *,
+        device: torch.device,
+        run_folder: RunFolder | None,
+        resume: Resume | None,
+        watchdog: Watchdog,
+    ) -> None:
+        """Build the parts of `job` and load the checkpoint `resume`, if any. A collective call.
+
+        `run_folder` is None on all ranks but 0, and on rank 0 if the caller needs no run folder.
+        """
+        self.job, self.config = job, job.config
+        self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
+
+        # The mesh, and the group whose losses add up: its ranks train on different tokens, or have
+        # different stages. Those that differ only in pp or cp share their samples.
+        mesh = build_mesh(job.degrees, device_type=device.type)
+        self.stage_group = mesh["pp"].get_group()
+        loss_mesh = mesh["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")
+        self.loss_group = loss_mesh.get_group()
+        dp_rank = loss_mesh.get_local_rank() // job.degrees.cp % job.degrees.dp
+
+        # Data, from the first sample that has not been trained on.
+        progress = accept_progress(resume, job)
+        self.batches, self.validation_batches = build_batches(
+            job, tokenizer, dp_rank=dp_rank, progress=progress
+        )
+        if resume is not None:
+            resume.check_can_train(last_step=self.batches.last_step)
+        self.step = self.saved_step = progress.step
+        self.first_step, self.last_step = progress.step + 1, self.batches.last_step
+        self.tokens, self.save_wanted = progress.tokens, False
+        self.course = build_course(job, resume, last_step=self.last_step)
+
+        # Model, optimizer and checkpoint, then the measurements.
+        built = self.build_training(mesh, progress=progress, resume=resume)
+        self.asked = built.asked
+        freq = self.config.float8.log_numerics_freq
+        self.numerics = NumericsMonitor(self.model, built.linears, freq=freq, device=device)
+        self.metrics = build_metrics(
+            job, built.ledger, device=device, total_steps=self.last_step, progress=progress
+        )
+
+        self.microbatches = build_microbatches(
+            job, built, mesh, device=device, timed=self.metrics.timed
+        )
+        self.samples = Samples(job, tokenizer, self.model, stages=self.stage_group, device=device)
+        watchdog.stages = built.indices if job.degrees.pp > 1 else ()
+
+        # Prefetch batches from here on. Keep the random state with which training starts.
+        self.generators = random_state(device)
+        ahead = max(PREFETCHED, job.batch.grad_accum_steps)
+        self.prefetched = Prefetcher(self.batches, device=device, ahead=ahead)
+
+    def build_training(
+        self, mesh: DeviceMesh, *, progress: TrainingProgress, resume: Resume | None
+    ) -> BuiltModel:
+        """Build and load model, optimizer and guard."""
+        config = self.config
+        built = build_model(self.job, mesh, device=self.device)
+        self.model, self.shard_sequence = join_stages(built.stages), built.stages[0].shard_sequence
+        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
+        self.guard = build_guard(config.training, progress, mesh, device=self.device)
+
+        # Load the checkpoint, then compute the float8 scales of its weights.
+        self.checkpointer = build_checkpointer(
+            self.job, self.model, self.optimizer, mesh=mesh, device=self.device, resume=resume
+        )
+        update_scales(self.model, config.float8)
+        return built
+
+    def train(self) -> str | None:
+        """Train to the last step. Return the signal or time limit that stopped the run, if any."""
+        gc.disable()  # it would pause ranks at different moments, and all would wait each time
+        stopped_by: str | None = None
+        self.report_progress()
+        if self.step >= self.last_step:
+            logger.info(f"nothing left to train: step {self.step} of {self.last_step} is done")
+
+        with (
+            contextlib.closing(self.prefetched),
+            Profiler(
+                self.config.profiling,
+                run_folder=self.job.folder,
+                rank=dist.get_rank(),
+                device=self.device,
+                done_steps=self.step,
+                outside_step=self.metrics.outside_step,
+            ) as profiler,
+        ):
+            try:
+                due = self.config.validation.due(self.step, last=self.step == self.last_step)
+                if due and on_rank0(lambda: not has_validation(self.job.folder, self.step)):
+                    self.validate(self.step)  # the run was stopped in it
+                for step in range(self.first_step, self.last_step + 1):
+                    self.advance(step)
+                    profiler.end_step(step)
+            except Stopped as stopped:
+                stopped_by = str(stopped)
+                self.metrics.settle()
+                if self.checkpointer.saves and self.saved_step < self.step:
+                    self.save()
+            except RunError:
+                with contextlib.suppress(RunError):  # report the first error, not a later one
+                    self.checkpointer.wait()
+                    self.report_progress()
+                raise
+
+        self.checkpointer.wait()
+        gc.unfreeze()
+        self.report_progress()
+        self.metrics.close()
+        return stopped_by
+
+    def advance(self, step: int) -> None:
+        """Train and log one step. Then, outside its time, validate, save and collect garbage."""
+        config, first, last = self.config, step == self.first_step, step == self.last_step
+
+        # The step. In the first one, which compiles, check that float8 runs where the config asks
+        # for it. In later ones, measure float8's numerics when due.
+        measured = self.numerics.due(step) and not first
+        observer = StepObserver() if first else contextlib.nullcontext()
+        with self.numerics.observe() if measured else observer:
+            values = self.train_step(step)
+        logged = self.metrics.end_step(step, values)
+        if measured:
+            self.metrics.log_numerics(step, self.numerics.figures())
+        if isinstance(observer, StepObserver):
+            strict = config.debug.deterministic
+            observer.report(self.model, self.asked, step=step, deterministic=strict)
+        self.step, self.generators = step, random_state(self.device)
+
+        # Validation and checkpoint. A step's record is on disk before its checkpoint.
+        saves = self.checkpointer.due(step, last=last) or self.save_wanted
+        if saves or last:
+            self.metrics.settle()
+            if error := self.metrics.skips.error(config.training.max_consecutive_skips):
+                raise error  # after settling, all ranks have the same counts
+        if config.validation.due(step, last=last):
+            self.validate(step)
+        if saves:
+            self.save()
+
+        # Collect garbage at the same step on every rank.
+        if first or step % config.training.gc_freq == 0:
+            with self.metrics.outside_step("gc", step=step):
+                gc.collect()
+        if first:
+            gc.freeze()  # never scan objects again that live as long as the run
+            set_timeouts(config.comm.train_timeout_seconds, but_of=self.checkpointer.group)
+            self.watchdog.timeout_s = config.comm.train_timeout_seconds
+        if saves or last or (logged and time.monotonic() - self.reported_at > STATUS_SECONDS):
+            self.report_progress()
+
+    def train_step(self, step: int) -> StepValues:
+        """Train on the global batch of `step`: forward and backward, clip, guard, update."""
+        training, batch_sizes, degrees = self.config.training, self.job.batch, self.job.degrees
+        lr = self.course.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+        # Forward and backward. Each rank sums its share of the mean loss over its microbatches;
+        # FSDP averages the gradients over ranks, after each of them or after the last one.
+        batches = self.next_batches(self.prefetched)
+        scale = 1 / (len(batches) * self.job.microbatch_tokens)
+        loss = self.microbatches.train(batches, scale=scale)
+
+        # Clip the gradients while ranks exchange losses and lengths of documents.
+        self.watchdog.at(step, "optimizer")
+        take_losses, take_squares = start_all_gather(loss, self.loss_group), None
+        if (bos_id := self.job.model_args.document_bos_id) is not None:
+            count = partial(document_squares, bos_id=bos_id, shard_sequence=self.shard_sequence)
+            squares = torch.stack([count(tokens) for tokens, _ in batches])
+            take_squares = start_all_gather(squares, self.loss_group)
+        grad_norm = clip_gradients(
+            self.model.parameters(), training.max_norm, stages=self.stage_group
+        )
+        stage_losses = take_losses().view(degrees.pp, -1)  # [pp, dp * cp], 0 but for the last stage
+        rank_losses = stage_losses.sum(0)
+        mean_loss = rank_losses.mean()
+
+        # Update, unless the loss or the gradient is not finite, or the loss is a spike.
+        found_inf = self.guard.found_inf(mean_loss.to(grad_norm.device), grad_norm)
+        step_unless(self.optimizer, found_inf)
+        self.optimizer.zero_grad()
+        update_scales(self.model, self.config.float8)
+
+        self.tokens += batch_sizes.global_batch_size * training.seq_len
+        documents = {}
+        if take_squares:
+            of_stage = take_squares()[: degrees.dp * degrees.cp]  # stages have the same documents
+            whole = batch_sizes.global_batch_size * training.seq_len**2
+            documents = document_values(of_stage, whole=whole)
+        return StepValues(
+            tokens=self.tokens,
+            loss=mean_loss,
+            loss_max=rank_losses.max(),
+            grad_norm=grad_norm.to(self.device),  # on CPU where parameters are offloaded
+            skipped_steps=self.guard.skipped_steps.to(self.device),
+            consecutive_skips=self.guard.consecutive_skips.to(self.device),
+            lr=lr,
+            epochs=self.batches.corpus.epochs(self.batches.samples(step)),
+            **documents,
+        )
+
+    def next_batches(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Return this rank's next batches, as many as a step has, on its device, once all ranks
+        have theirs; fewer at the end. If one rank has an error, raises it on all ranks. Raises
+        `Stopped` after a signal or the time limit."""
+        self.watchdog.at(self.step + 1, "data")
+        taken, error = [], None
+        try:
+            with self.metrics.timed("data"):
+                taken = list(itertools.islice(batches, self.job.batch.grad_accum_steps))
+        except RunError as caught:
+            error = caught
+
+        # All ranks agree whether to continue, so that none waits for a rank that has left.
+        self.watchdog.at(self.step + 1, "agreement")
+        max_skips = self.config.training.max_consecutive_skips
+        error = error or self.checkpointer.failure() or self.metrics.skips.error(max_skips)
+        stop = self.watchdog.stop_requested()
+        save = self.run_folder is not None and self.checkpointer.save_requested(self.job.folder)
+        times = self.metrics.own_times()
+        stop, save, rank_times = agree(stop=stop, save=save, error=error, figures=times)
+        if self.metrics.stages is not None:
+            self.metrics.stages.exchanged(rank_times)
+        self.save_wanted |= save
+        if stop:
+            raise Stopped(self.watchdog.stop_cause(stop))
+        self.watchdog.at(self.step + 1, "forward and backward")
+        return [
+            (tokens.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
+            for tokens, labels in taken
+        ]
+
+    @torch.no_grad()
+    def validate(self, step: int) -> None:
+        """Log the mean loss over the validation windows."""
+        assert self.validation_batches is not None, "validation is enabled"
+        on_gpu = [self.device] if self.device.type == "cuda" else []
+        # Validation must not advance the random state of training.
+        with self.metrics.outside_step("validation", step=step), torch.random.fork_rng(on_gpu):
+            tokens = self.validation_batches.samples * self.config.training.seq_len
+            loss = torch.zeros((), device=self.device)
+            batches = iter(self.validation_batches)
+            while taken := self.next_batches(batches):
+                loss += self.microbatches.evaluate(taken, scale=1 / tokens)
+            dist.all_reduce(loss, group=self.loss_group)
+            self.watchdog.at(step, "samples")
+            samples = self.samples.make()
+        self.metrics.write_scalars(step, {"validation_loss": loss.item()})
+        self.metrics.write_samples(step, samples)
+
+    def save(self) -> None:
+        """Save the state after the last finished step, if the run folder is still this run's."""
+        self.watchdog.at(self.step, "checkpoint")
+
+        def check_folder() -> None:
+            if self.run_folder is not None:
+                self.run_folder.check_is_ours(step=self.step)
+
+        on_rank0(check_folder)
+        with self.metrics.outside_step("checkpoint", step=self.step):
+            done = self.step == self.last_step
+            self.checkpointer.save(self.progress(), self.generators, last=done)
+        self.saved_step, self.save_wanted = self.step, False
+
+    def progress(self) -> TrainingProgress:
+        """Return the progress to store in a checkpoint of the last finished step."""
+        loss_mean = self.guard.loss_mean.item()
+        return TrainingProgress(
+            step=self.step,
+            samples=self.batches.samples(self.step),
+            tokens=self.tokens,
+            data=self.batches.corpus.identity(),
+            skipped_steps=int(self.guard.skipped_steps.item()),
+            consecutive_skips=int(self.guard.consecutive_skips.item()),
+            loss_mean=None if math.isnan(loss_mean) else loss_mean,
+            schedule_start=self.course.schedule_start,
+            last_step=self.last_step,
+        )
+
+    def report_progress(self) -> None:
+        """Write the last finished step and the last checkpoint into status.json."""
+        self.reported_at = time.monotonic()
+        if self.run_folder is not None:
+            saved = self.checkpointer.last_saved
+            known = {"last_checkpoint": saved and str(saved), "total_steps": self.last_step}
+            figures = self.metrics.progress(last_step=self.last_step)
+            self.run_folder.update(step=self.step, **known, **figures)
