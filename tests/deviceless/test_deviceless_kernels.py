@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from running import run
 
-from torchtitan_lite.catalog.recipes import RECIPES, Traffic
+from torchtitan_lite.planner.casts import COSTS, Traffic
 from torchtitan_lite.planner.roofline import GATHERED_WEIGHT
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(600)]
@@ -77,7 +77,7 @@ def test_ranks_that_share_a_sequence_copy_what_a_kernel_needs_in_one_piece(
     assert forward.returned - bf16[0].returned == pytest.approx(kept, rel=0.01)
 
 
-# ----- RECIPES, compiled_casts, casts_scaled_in_matmul, GATHERED_WEIGHT -----
+# ----- COSTS, GATHERED_WEIGHT -----
 @pytest.mark.parametrize(
     "name",
     [
@@ -93,7 +93,7 @@ def test_a_recipe_adds_the_traffic_of_its_casts(
     name: str, bf16: list[Pass], tmp_path: Path
 ) -> None:
     recipe, _, scaled = ("tensorwise" if name == "gathered" else name).partition(" ")
-    casts = RECIPES[recipe].casts_scaled_in_matmul if scaled else RECIPES[recipe].compiled_casts
+    casts = COSTS[recipe].scaled_in_matmul if scaled else COSTS[recipe].compiled
     assert casts is not None
     weight = GATHERED_WEIGHT if name == "gathered" else casts.weight
     # Each pass, with the elements and the number of its tensors.

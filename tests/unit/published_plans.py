@@ -5,8 +5,6 @@ counted in its source and in what torch's compiler makes by itself: `TorchtitanR
 have them.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -17,9 +15,10 @@ from published_runs import MODELS, PUBLISHED_RUNS, PublishedRun
 from sample_jobs import TOKENIZER, job_of
 
 from torchtitan_lite.catalog.devices import lookup_device
-from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Casts, Traffic
+from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.job import Job
+from torchtitan_lite.planner.casts import Casts, RecipeCosts, Traffic
 from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.pipeline import time_step
 from torchtitan_lite.planner.prediction import predict
@@ -50,7 +49,7 @@ OLD_ATTENTION = {"CDNA3": {"attention_flash": 0.21}}
 
 
 # Casts and small reductions of compiled blocks without this project's changes of the compiler's
-# choices, counted as those in catalog/recipes.py.
+# choices, counted as those in planner/casts.py.
 CASTS = {
     "tensorwise": Casts(
         input=(Traffic(3, kernels=2.25), Traffic(-0.6, 2.7, 1.1, kernels=2.25)),
@@ -75,21 +74,18 @@ SCALE_REDUCTIONS = {
 }
 
 
-@contextmanager
-def others_recipes() -> Iterator[None]:
-    """Plan with the recipes as they run elsewhere."""
-    ours = dict(RECIPES)
-    for name, casts in CASTS.items():
-        RECIPES[name] = replace(
-            ours[name], compiled_casts=casts, scale_reductions=SCALE_REDUCTIONS[name]
-        )
-    try:
-        yield
-    finally:
-        RECIPES.update(ours)
+class OthersRoofline(Roofline):
+    """The recipes as they run elsewhere."""
+
+    @property
+    def costs(self) -> RecipeCosts:
+        name = self.job.config.float8.recipe_name
+        if name not in CASTS:
+            return super().costs
+        return replace(super().costs, compiled=CASTS[name], scale_reductions=SCALE_REDUCTIONS[name])
 
 
-class TorchtitanRoofline(Roofline):
+class TorchtitanRoofline(OthersRoofline):
     """torchtitan up to v0.2: rotary embeddings as complex numbers, which the compiler leaves to
     eager kernels in float32; repeated key-value heads; a loss on float32 logits, eager in 2024."""
 
@@ -219,9 +215,8 @@ def divide_blocks(n_layers: int, stages: int) -> tuple[tuple[str, ...], ...]:
 @cache
 def plan_run(run: PublishedRun) -> Planned:
     """Predict the tokens per second per GPU of a published run, and those of its baseline."""
-    with others_recipes():
-        work, roofline, tokens = _prepare(run)
-        step_s = time_step(roofline, work.choices, work.converted).step_s
+    work, roofline, tokens = _prepare(run)
+    step_s = time_step(roofline, work.choices, work.converted).step_s
     baseline = next((each for each in PUBLISHED_RUNS if each.name == run.baseline), None)
     return Planned(run, tokens / step_s, plan_run(baseline) if baseline else None)
 
@@ -229,9 +224,8 @@ def plan_run(run: PublishedRun) -> Planned:
 @cache
 def band_of(run: PublishedRun) -> tuple[float, float]:
     """Predict the range of `plan_run`'s rate that uncertain constants leave, slow and fast."""
-    with others_recipes():
-        work, roofline, tokens = _prepare(run)
-        fast, slow = predict(roofline, work.choices).float8_s_band
+    work, roofline, tokens = _prepare(run)
+    fast, slow = predict(roofline, work.choices).float8_s_band
     return tokens / slow, tokens / fast
 
 
@@ -244,7 +238,8 @@ def _prepare(run: PublishedRun) -> tuple[Workload, Roofline, float]:
     work = build_workload(job)
     tokens = job.batch.global_batch_size * job.config.training.seq_len / job.degrees.world_size
     if "NeMo" in run.framework:
-        return work, work.roofline(device, "cudnn"), tokens
+        nemo = OthersRoofline(device, rates_of(device), job, work.recomputed, "cudnn")
+        return work, nemo, tokens
     early = run.compiled is False or "2024" in run.framework
     theirs = EarlyRoofline if early else TorchtitanRoofline
     rates = replace(rates_of(device), **OLD_ATTENTION.get(device.architecture, {}))

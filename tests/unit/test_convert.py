@@ -139,6 +139,9 @@ def test_scales_are_precomputed_only_where_asked_for(enabled, precompute, calls,
 # ----- convert_to_mxfp8, MXFP8Linear -----
 
 
+MXFP8 = Float8Config(recipe_name="mxfp8")
+
+
 def two_linears() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))
 
@@ -146,7 +149,7 @@ def two_linears() -> nn.Sequential:
 def test_mxfp8_linears_keep_their_weights() -> None:
     model = two_linears()
     weights = dict(model.named_parameters())
-    convert_to_mxfp8(model, ["1"], emulate=True)
+    convert_to_mxfp8(model, ["1"], float8=MXFP8, emulate=True)
     assert [type(linear) for linear in model] == [nn.Linear, MXFP8Linear] and model[1].emulate
     assert repr(model[1]) == "MXFP8Linear(in_features=96, out_features=64, bias=False)"
     found = dict(model.named_parameters())
@@ -155,7 +158,7 @@ def test_mxfp8_linears_keep_their_weights() -> None:
 
 def test_on_meta_there_are_shapes_also_without_a_device_that_has_the_kernels() -> None:
     model = two_linears().to("meta")
-    convert_to_mxfp8(model, ["0", "1"], emulate=False)
+    convert_to_mxfp8(model, ["0", "1"], float8=MXFP8, emulate=False)
     output = model(torch.empty(2, 32, 64, device="meta"))
     output.sum().backward()
     assert output.shape == (2, 32, 64) and model[0].weight.grad.shape == (96, 64)
@@ -164,7 +167,7 @@ def test_on_meta_there_are_shapes_also_without_a_device_that_has_the_kernels() -
 @pytest.mark.parametrize("tokens", [16, 48])
 def test_tokens_that_are_no_multiple_of_32_have_no_weight_gradient(tokens: int) -> None:
     model = two_linears()
-    convert_to_mxfp8(model, ["0"], emulate=True)
+    convert_to_mxfp8(model, ["0"], float8=MXFP8, emulate=True)
     output = model(torch.randn(tokens, 64))
     with pytest.raises(AssertionError, match=f"{tokens}.* must be divisible by block_size 32"):
         output.sum().backward()
@@ -173,15 +176,19 @@ def test_tokens_that_are_no_multiple_of_32_have_no_weight_gradient(tokens: int) 
 def test_a_torchao_without_mxfp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training.mxfp8_linear", None)
     monkeypatch.setattr("torchao.__version__", "0.17.0")
-    with pytest.raises(ConfigError, match=r"needs torchao 0.18, .* 0.17.0 does not offer it"):
-        convert_to_mxfp8(two_linears(), ["0"], emulate=True)
+    with pytest.raises(
+        ConfigError, match=r"\"mxfp8\" needs torchao 0.18, .* 0.17.0 does not offer it"
+    ):
+        convert_to_mxfp8(two_linears(), ["0"], float8=MXFP8, emulate=True)
 
 
 PRINT_WHETHER_LOADED = """
 import sys, torch, torchtitan_lite.float8.convert as convert
+from torchtitan_lite.config import Float8Config
 print("torchao.prototype.moe_training" in sys.modules)
 model = torch.nn.Sequential(torch.nn.Linear(32, 32, bias=False))
-convert.convert_to_mxfp8(model, ["0"], emulate=False)
+float8 = Float8Config(recipe_name="mxfp8")
+convert.convert_to_mxfp8(model, ["0"], float8=float8, emulate=False)
 print("torchao.prototype.moe_training" in sys.modules)
 """
 

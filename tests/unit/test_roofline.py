@@ -19,8 +19,9 @@ from torchao.float8.float8_training_tensor import LinearMMConfig
 from torchao.testing.training.roofline_utils import get_float8_mem_sympy
 
 from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
-from torchtitan_lite.catalog.recipes import RECIPES, Casts, Traffic
+from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.float8.selection import LinearChoice
+from torchtitan_lite.planner.casts import COSTS, Casts, Traffic, costs_of
 from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.plan import find_device
 from torchtitan_lite.planner.roofline import Cost, Passes, Roofline
@@ -152,8 +153,7 @@ def test_float8_casts_take_bytes_by_kind_of_access_and_launches(monkeypatch):
     )
 
     def passes(casts: Casts) -> Passes:
-        row = replace(RECIPES["tensorwise"], compiled_casts=casts)
-        monkeypatch.setitem(RECIPES, "tensorwise", row)
+        monkeypatch.setitem(COSTS, "tensorwise", replace(COSTS["tensorwise"], compiled=casts))
         return roofline_of(M, SCHEMES["tensorwise"]).float8(one_linear(N, K), readers=2)
 
     found, matmuls = passes(casts), passes(NO_CASTS)
@@ -170,14 +170,17 @@ def test_float8_casts_take_bytes_by_kind_of_access_and_launches(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_float8_with_scale_gradients_in_matmul(recipe, monkeypatch):
-    row = replace(RECIPES[recipe], casts_scaled_in_matmul=NO_CASTS)
-    monkeypatch.setitem(RECIPES, recipe, row)
+    monkeypatch.setitem(COSTS, recipe, replace(COSTS[recipe], scaled_in_matmul=NO_CASTS))
     scheme = SCHEMES[recipe].model_copy(update={"scale_gradients_in_matmul": True})
     at, slow = roofline_of(M, scheme), {"fp8": True, "slowdown": 1.25 * 1.125}
     passes = at.float8(one_linear(N, K))
     of_weight = at.gemm(N, K, M, **slow if recipe == "rowwise" else {})
     assert passes.forward == at.gemm(M, N, K, fp8=True, slowdown=1.125)
     assert passes.backward == at.gemm(M, K, N, **slow) + of_weight
+
+
+def test_costs_of_a_recipe_that_nobody_has_counted():
+    assert costs_of(replace(RECIPES["rowwise"], name="new")) == COSTS["tensorwise"]
 
 
 def test_float8_weight_that_was_gathered_in_float8_is_not_cast_again():
@@ -235,7 +238,7 @@ def test_eager_casts_move_what_torchao_does(recipe):
             axiswise_dim=-1 if row else None,
             round_scales_to_power_of_2=row,
         )
-    cast = RECIPES[recipe].eager_casts.input[0]
+    cast = COSTS[recipe].eager.input[0]
     assert traffic.kernels == cast.kernels
     assert traffic.bytes / x.numel() == approx(cast.contiguous, rel=0.01)
 
@@ -300,8 +303,8 @@ PUBLISHED_LINEARS = (
 
 
 def test_ratio_beside_published_linears(monkeypatch):
-    casts = RECIPES["rowwise"].compiled_casts._replace(grad_output=Traffic())
-    monkeypatch.setitem(RECIPES, "rowwise", replace(RECIPES["rowwise"], compiled_casts=casts))
+    casts = COSTS["rowwise"].compiled._replace(grad_output=Traffic())
+    monkeypatch.setitem(COSTS, "rowwise", replace(COSTS["rowwise"], compiled=casts))
     device = find_device("H100 500W")
     for m, k, n, recipe, bf16_ms, speedup in PUBLISHED_LINEARS:
         linear, roofline = one_linear(n, k), roofline_of(m, SCHEMES[recipe], device=device)

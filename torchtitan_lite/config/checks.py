@@ -205,17 +205,17 @@ def _check_float8(config: Config) -> Iterator[str]:
             f"[float8] pad_inner_dim = true {why} under recipe_name = {name}; set it to false, or "
             f"the recipe to {_recipes(lambda other: other.pads_tokens)}"
         )
-    if float8.log_numerics_freq and recipe.torchao_recipe is None:
+    if float8.log_numerics_freq and recipe.kind == "mxfp8":
         yield (
             f"[float8] log_numerics_freq = {float8.log_numerics_freq} measures casts with a scale "
             f"for a tensor or a row, not those of recipe_name = {name}; "
             "set it to 0, or change the recipe"
         )
-    if float8.scale_gradients_in_matmul and recipe.casts_scaled_in_matmul is None:
+    if float8.scale_gradients_in_matmul and not recipe.scales_in_matmul:
         yield (
             "[float8] scale_gradients_in_matmul = true changes nothing under recipe_name = "
             f"{name}; set it to false, or the recipe to "
-            f"{_recipes(lambda other: other.casts_scaled_in_matmul is not None)}"
+            f"{_recipes(lambda other: other.scales_in_matmul)}"
         )
     if float8.enable_fsdp_float8_all_gather and not recipe.gathers_float8:
         yield (

@@ -1,6 +1,7 @@
 """Swap nn.Linear for its float8 kind, and update the weights' scales after each optimizer step."""
 
 import dataclasses
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -71,28 +72,36 @@ def convert_linears(
 
     Raises ConfigError if the installed torchao does not offer the recipe."""
     chosen = {name for choice in choices if choice.converted for name in choice.names}
-    if float8.recipe.torchao_recipe is None:
-        convert_to_mxfp8(model, chosen, emulate=emulate)
-    else:
-        # torchao is slow to import, and bf16 runs do not need it.
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        if float8.scale_gradients_in_matmul:
-            patches.scale_gradients_in_matmul()
-        settings = dataclasses.replace(
-            Float8LinearConfig.from_recipe_name(float8.recipe.torchao_recipe),
-            emulate=emulate,
-            enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
-            pad_inner_dim=float8.pad_inner_dim,
-        )
-        convert_to_float8_training(
-            model, config=settings, module_filter_fn=lambda module, name: name in chosen
-        )
+    CONVERSIONS[float8.recipe.kind](model, chosen, float8=float8, emulate=emulate)
 
     converted = {name for name, module in model.named_modules() if is_float8(module)}
     assert converted == chosen, f"converted and chosen differ in {sorted(converted ^ chosen)}"
     if emulate:
         logger.info(f"float8 is emulated: the numerics of {float8.recipe_name}, not its speed")
+
+
+def convert_to_float8(
+    model: nn.Module, chosen: Collection[str], *, float8: Float8Config, emulate: bool
+) -> None:
+    """Swap the linears of `model` named in `chosen` for torchao's Float8Linear, in place."""
+    # torchao is slow to import, and bf16 runs do not need it.
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    if float8.scale_gradients_in_matmul:
+        patches.scale_gradients_in_matmul()
+    settings = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(float8.recipe_name),
+        emulate=emulate,
+        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
+        pad_inner_dim=float8.pad_inner_dim,
+    )
+    convert_to_float8_training(
+        model, config=settings, module_filter_fn=lambda module, name: name in chosen
+    )
+
+
+CONVERSIONS = {"float8": convert_to_float8, "mxfp8": convert_to_mxfp8}
+"""How linears are swapped, by the kind of the recipe."""
 
 
 def update_scales(model: nn.Module, float8: Float8Config) -> None:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.config import Float8Config
 
 
 class MXFP8Linear(nn.Linear):
@@ -43,7 +44,9 @@ class MXFP8Linear(nn.Linear):
         return DTensor.from_local(local_output, weight.device_mesh, [output], run_check=False)
 
 
-def convert_to_mxfp8(model: nn.Module, chosen: Collection[str], *, emulate: bool) -> None:
+def convert_to_mxfp8(
+    model: nn.Module, chosen: Collection[str], *, float8: Float8Config, emulate: bool
+) -> None:
     """Swap the linears of `model` that are named in `chosen` for MXFP8Linear, in place.
 
     Raises ConfigError if the installed torchao has no MXFP8 for training."""
@@ -56,9 +59,9 @@ def convert_to_mxfp8(model: nn.Module, chosen: Collection[str], *, emulate: bool
         from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
     except ImportError as error:
         raise ConfigError(
-            "[float8] MXFP8 needs torchao 0.18, and the installed torchao "
-            f"{torchao.__version__} does not offer it for training ({error}); install that, or use "
-            "another recipe_name."
+            f'[float8] recipe_name = "{float8.recipe_name}" needs torchao 0.18, and the installed '
+            f"torchao {torchao.__version__} does not offer it for training ({error}); install "
+            "that, or use another recipe."
         ) from error
 
     def multiply(input: Tensor, weight: Tensor) -> Tensor:

@@ -183,9 +183,7 @@ def turn_on_float8(job: Job, *, filter_fqns: Sequence[str]) -> Job:
         enable_fsdp_float8_all_gather=(
             float8.enable_fsdp_float8_all_gather and recipe.gathers_float8
         ),
-        scale_gradients_in_matmul=(
-            float8.scale_gradients_in_matmul and recipe.casts_scaled_in_matmul is not None
-        ),
+        scale_gradients_in_matmul=float8.scale_gradients_in_matmul and recipe.scales_in_matmul,
         filter_fqns=(*filter_fqns, AUTO),
     )
 

@@ -41,7 +41,7 @@ def check_planned(config: Config, device: DeviceSpec, attention_kernel: str) -> 
             f'[float8] recipe_name = "{float8.recipe_name}", but torchao has no kernels of it for '
             f"the {device.name}, only for {having}; plan another --device or recipe."
         )
-    scaled = float8.scale_gradients_in_matmul and float8.recipe.casts_scaled_in_matmul is not None
+    scaled = float8.scale_gradients_in_matmul and float8.recipe.scales_in_matmul
     if scaled and device.architecture != "Hopper":
         raise ConfigError(
             "[float8] scale_gradients_in_matmul = true needs a GPU of compute capability 9.x, and "

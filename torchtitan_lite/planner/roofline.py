@@ -3,8 +3,9 @@
 A roofline model: a kernel takes as long as its arithmetic or its memory traffic, whichever is
 longer, plus a launch. constants.py has the rates and their sources; step.py adds communication.
 
-catalog/recipes.py explains the three matmuls of a linear. Float8 halves their arithmetic, M * N * K,
-and adds casts of M * K, N * K and M * N elements, so a linear gains if K and N are large.
+catalog/recipes.py explains the three matmuls of a linear. Float8 halves their arithmetic,
+M * N * K, and adds casts of M * K, N * K and M * N elements, so a linear gains if K and N are
+large.
 """
 
 import math
@@ -18,10 +19,10 @@ from typing import NamedTuple
 
 from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.catalog.flavors import OUTPUT
-from torchtitan_lite.catalog.recipes import Traffic
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import LinearChoice
 
+from .casts import RecipeCosts, Traffic, costs_of
 from .constants import Rates
 from .rank import Group, checkpointed_blocks, state_widths, without_fsdp
 
@@ -106,6 +107,11 @@ class Roofline:
         on_cudnn = self.device.architecture in ("Hopper", "Blackwell") and self.job.degrees.cp == 1
         return "cudnn" if on_cudnn else "flash"
 
+    @property
+    def costs(self) -> RecipeCosts:
+        """What the recipe costs beside its matmuls."""
+        return costs_of(self.job.config.float8.recipe)
+
     def gathers_float8(self, linear: LinearChoice) -> bool:
         """Whether FSDP gathers the linear's weight in float8, if it is converted. The embedding
         reads a tied one too."""
@@ -152,10 +158,10 @@ class Roofline:
     def float8(self, linear: LinearChoice, readers: int = 1) -> Passes:
         """Cost of the same in float8. Compiled, `readers` linears share the casts of an input."""
         m, (n, k), recipe = self.tokens, linear.local_shape, self.job.config.float8.recipe
-        casts = recipe.compiled_casts if self.compiled else recipe.eager_casts
+        casts = self.costs.compiled if self.compiled else self.costs.eager
         scaled_in_matmul = self.job.config.float8.scale_gradients_in_matmul
         if scaled_in_matmul and self.compiled:
-            casts = recipe.casts_scaled_in_matmul or casts
+            casts = self.costs.scaled_in_matmul or casts
         weight = GATHERED_WEIGHT if self.gathers_float8(linear) else casts.weight
         share = 1 / readers if self.compiled else 1.0
 
@@ -171,7 +177,7 @@ class Roofline:
         forward += self.gemm(m, n, k, fp8=True, slowdown=fast)
 
         # grad_input [M, K] over N, then grad_weight [N, K] over M
-        slow = self.rates.slow_accumulation if recipe.slow_accumulation else fast
+        slow = self.rates.slow_accumulation if self.costs.slow_accumulation else fast
         slow *= self.rates.row_scales if scaled_in_matmul else 1.0
         fp8 = recipe.divides_tokens
         backward = cast(m * k, casts.input[1]) * share + cast(n * k, weight[1])

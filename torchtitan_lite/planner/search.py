@@ -137,7 +137,7 @@ class Space:
                 GATHER: recipe.gathers_float8,
                 PRECOMPUTE: recipe.gathers_float8 and not offload,
                 FILTERS: kept_in_bf16,
-                SCALED: scaled and recipe.casts_scaled_in_matmul is not None,
+                SCALED: scaled and recipe.scales_in_matmul,
             }
             for name, recipe in RECIPES.items()
             for kept_in_bf16 in ([filters] if AUTO in filters else [filters, (*filters, AUTO)])

@@ -245,7 +245,7 @@ class Step:
         again = (Cost() if kept else inputs) + (Cost() if ac.keeps_by_op else scatter)
 
         # A scale over a split dimension is the maximum of all ranks: a small all-reduce.
-        scales = self.job.config.float8.recipe.scale_reductions if self.in_float8 else (0, 0, 0, 0)
+        scales = self.roofline.costs.scale_reductions if self.in_float8 else (0, 0, 0, 0)
         in_forward, in_backward, by_op, whole = scales
         scale = Cost(self.roofline.rates.small_reduction_seconds, 1)
         again += scale * (by_op if ac.keeps_by_op else whole)

@@ -1,0 +1,118 @@
+"""What float8 costs beside its matmuls, by recipe: casts, and small reductions of scales."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, Recipe
+
+
+class Traffic(NamedTuple):
+    """What a cast adds to a block in bf16: bytes read and written per element of the tensor, by how
+    the kernels access memory, and kernels launched.
+
+    Some bytes are negative: a norm whose kernel also casts its output stores 1 byte instead of 2,
+    and if that kernel stores the transposed output too, all its bytes change their kind."""
+
+    contiguous: float = 0
+    """Loads and stores run along the same axis."""
+    transposing: float = 0
+    """Tiles are loaded along one axis and stored along the other."""
+    strided: float = 0
+    """A kernel that reduces rows also stores columns, or the reverse."""
+    kernels: float = 0
+
+
+class Casts(NamedTuple):
+    """Costs of casting a linear's operands, in the forward and in the backward pass."""
+
+    input: tuple[Traffic, Traffic]
+    weight: tuple[Traffic, Traffic]
+    grad_output: Traffic
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeCosts:
+    """What a recipe costs beside its matmuls."""
+
+    compiled: Casts
+    eager: Casts
+    scaled_in_matmul: Casts | None = None
+    """Compiled casts with [float8] scale_gradients_in_matmul."""
+    scale_reductions: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """Small all-reduces of a compiled block under tensor parallelism, for the scales of what is
+    split over the ranks: forward, backward, recomputed under "op" and under full activation
+    checkpointing."""
+    slow_accumulation: bool = True
+    """Whether the matmuls of both gradients accumulate in float32, which is slower."""
+
+
+# Eager, each operator of a cast reads and writes the whole tensor, mostly in float32: abs, max, to
+# float32, multiply, clamp, to float8. The other kernels compute scales. Both gradients cast
+# grad_output separately.
+_TENSOR, _ROW = Traffic(33, kernels=11), Traffic(33, kernels=14)
+# The casts of MXFP8 are kernels of torchao, compiled or not. Two more kernels, or one if compiled,
+# bring the scales, a 32nd of the elements, into the order that the matmul takes.
+_MX, _MX_EAGER = Traffic(3, kernels=2), Traffic(3, kernels=3)
+
+# Compiled, a cast reads 2 bytes and writes 1, and backward casts again, into the layout of its
+# matmuls. Inductor fuses the casts of inputs and gradients with the norms, SwiGLU and rotary
+# embeddings beside them, so that their figures are means over a block: counted in its kernels for a
+# block of Llama 3 8B on Hopper (torch 2.13, torchao 0.18) and split between the tensors that a
+# kernel casts. tests/deviceless/test_deviceless_kernels.py counts them again.
+COSTS = {
+    "tensorwise": RecipeCosts(
+        # One scale per tensor needs its amax first: 2 bytes in two kernels. Backward computes that
+        # of gradients only.
+        compiled=Casts(
+            input=(Traffic(3, kernels=2.25), Traffic(-1.7, 3.6, kernels=1)),
+            weight=(Traffic(5, kernels=3), Traffic(transposing=3, kernels=1)),
+            grad_output=Traffic(-0.5, 4.4, kernels=2.3),
+        ),
+        eager=Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22)),
+        scale_reductions=(4, 7, 0, 3),
+    ),
+    "rowwise": RecipeCosts(
+        # A row is scaled in one kernel, since it stays on the chip; a column needs an amax of its
+        # own. torchao multiplies row-wise gradients unscaled, to avoid a slow kernel, and scales
+        # them afterwards: grad_weight in a separate pass of 4 bytes, counted in the weight's;
+        # grad_input in the kernel that reads it next, which then stores float32, and of a norm is
+        # not fused with the weight's gradient.
+        compiled=Casts(
+            input=(Traffic(-0.4, kernels=0.25), Traffic(0.5, 3.6, kernels=2)),
+            weight=(Traffic(3, kernels=1), Traffic(6, 3, kernels=3.7)),
+            grad_output=Traffic(6.2, 8.1, kernels=4.2),
+        ),
+        scaled_in_matmul=Casts(
+            input=(Traffic(-0.4, kernels=0.25), Traffic(0.5, 3.6, kernels=2)),
+            weight=(Traffic(3, kernels=1), Traffic(2, 3, kernels=2.7)),
+            grad_output=Traffic(1.7, 4.2, kernels=3.2),
+        ),
+        eager=Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28)),
+        scale_reductions=(2, 4, 0, 2),
+    ),
+    "rowwise_with_gw_hp": RecipeCosts(
+        # grad_weight needs each input in bf16 too, which is stored beside its cast.
+        compiled=Casts(
+            input=(Traffic(1.3, kernels=0.25), Traffic()),
+            weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
+            grad_output=Traffic(3, kernels=1.3),
+        ),
+        scaled_in_matmul=Casts(
+            input=(Traffic(1.3, kernels=0.25), Traffic()),
+            weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
+            grad_output=Traffic(1.5, kernels=1.9),
+        ),
+        eager=Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
+        scale_reductions=(2, 4, 0, 2),
+    ),
+    "mxfp8": RecipeCosts(
+        slow_accumulation=False,
+        compiled=Casts((_MX, _MX), (_MX, _MX), Traffic(6, kernels=4)),
+        eager=Casts((_MX_EAGER, _MX_EAGER), (_MX_EAGER, _MX_EAGER), Traffic(6, kernels=6)),
+    ),
+}
+
+
+def costs_of(recipe: Recipe) -> RecipeCosts:
+    """Return the costs of a recipe. One that nobody has counted is taken for the default recipe."""
+    return COSTS.get(recipe.name, COSTS[DEFAULT_RECIPE])
