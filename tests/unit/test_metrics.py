@@ -16,6 +16,7 @@ from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor, Skips
 from torchtitan_lite.metrics.stages import StageTimes
+from torchtitan_lite.metrics.values import StepValues
 
 H100 = Peaks("H100 SXM", published_peaks(lookup_device("H100 SXM")))
 A100 = Peaks("A100", {"bf16": 312})
@@ -187,10 +188,17 @@ class Run:
         self.device.now += seconds - data_s - compile_s
         self.step += 1
         loss = torch.tensor(10.0 - self.step)
-        values = {"tokens": 1000 * self.step, "epochs": {"a": self.step / 2}, "lr": self.step / 10}
-        values |= {"loss": loss, "loss_max": loss + 0.5, "grad_norm": loss / 2}
-        values |= dict.fromkeys(("skipped_steps", "consecutive_skips"), torch.tensor(float(skips)))
-        values |= {name: torch.tensor(x, dtype=torch.float64) for name, x in more.items()}
+        values = StepValues(
+            tokens=1000 * self.step,
+            epochs={"a": self.step / 2},
+            lr=self.step / 10,
+            loss=loss,
+            loss_max=loss + 0.5,
+            grad_norm=loss / 2,
+            skipped_steps=torch.tensor(float(skips)),
+            consecutive_skips=torch.tensor(float(skips)),
+            **{name: torch.tensor(x, dtype=torch.float64) for name, x in more.items()},
+        )
         before = len(self.recorder.records)
         made = self.metrics.end_step(self.step, values)
         assert made == (len(self.recorder.records) > before)

@@ -132,18 +132,16 @@ def document_squares(
     return (2 * positions + 1).sum()
 
 
-def document_values(rank_squares: Tensor, *, whole: int) -> dict[str, Tensor]:
-    """Return the figures of a step, [] float64 each, of `rank_squares` [ranks, microbatches] int64.
+def document_values(rank_squares: Tensor, *, whole: int) -> tuple[Tensor, Tensor]:
+    """Return attention_share and attention_imbalance of a step, [] float64, of `rank_squares`
+    [ranks, microbatches] int64.
 
     `attention_share` is the share of attention's FLOPs that stays within documents: the squares
     over `whole`, those of sequences that are one document. `attention_imbalance` is the squares of
     the busiest rank of each microbatch, in which ranks wait for each other, over the mean of ranks.
     Integers are exact in float64 up to 2**53."""
     total, busiest = rank_squares.sum().double(), rank_squares.amax(0).sum()
-    return {
-        "attention_share": total / whole,
-        "attention_imbalance": busiest * len(rank_squares) / total,
-    }
+    return total / whole, busiest * len(rank_squares) / total
 
 
 # ----- Rates -----

@@ -12,7 +12,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,6 @@ from .clock import HostEvent, record_cuda_event
 from .figures import (
     BETWEEN_STEPS,
     FINAL_STEPS,
-    STEP_FIGURES,
     CastErrors,
     StepRecord,
     Summary,
@@ -33,19 +32,13 @@ from .figures import (
 from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
 from .stages import StageTimes
+from .values import StepValues
 from .writers import warn_left_out
 
 STEP_TIME_WEIGHT = 0.1
 """Weight of the newest record in the moving average of step times."""
 AVERAGED = ("attention_share", "attention_imbalance")
 """Values of a step that a record has as averages."""
-StepValues = dict[str, Any]
-"""Figures that a step computed, by their names in StepRecord, and `consecutive_skips`: the steps
-without an update since the last one that had one. With document masks also AVERAGED, see
-`flops.document_values`. A figure is a number, or a floating-point scalar on the device, already
-reduced over the ranks."""
-
-
 Span = tuple[str, Any, Any]
 """Name and the events of begin and end: of a `step`, of its waits for `data` and `compile`, and
 with pipelines of the `pipeline` and of each computation of a `stage N` in it."""
@@ -55,17 +48,18 @@ with pipelines of the `pipeline` and of each computation of a `stage N` in it.""
 class _EndedStep:
     """A step whose values are on their way to the host."""
 
+    step: int
+    time: float
     spans: list[Span]
     computed: StepValues
-    """Also step and time."""
     copy: Tensor
-    """The tensors in `computed`, on the host, complete after the event `arrives`."""
+    """The values on the device, on the host, complete after the event `arrives`."""
     arrives: Any
 
     def values(self) -> StepValues:
         """Return the step's values as numbers, once they have arrived."""
-        tensors = [name for name, value in self.computed.items() if isinstance(value, Tensor)]
-        return self.computed | dict(zip(tensors, self.copy.tolist(), strict=True))
+        numbers = zip(self.computed.on_device(), self.copy.tolist(), strict=True)
+        return replace(self.computed, **dict(numbers))
 
 
 @dataclass(frozen=True)
@@ -180,16 +174,11 @@ class MetricsProcessor:
         includes warm-up.
         """
         # The copy is queued behind the step's work, and the event behind the copy.
-        on_device = [value for value in values.values() if isinstance(value, Tensor)]
-        copy = torch.stack(on_device).to("cpu", non_blocking=True)
+        copy = torch.stack([*values.on_device().values()]).to("cpu", non_blocking=True)
         ended = self.record_event()
 
-        self._last_ended = _EndedStep(
-            spans=[*self._spans, ("step", self._began, ended)],
-            computed=values | {"step": step, "time": time.time()},
-            copy=copy,
-            arrives=ended,
-        )
+        spans = [*self._spans, ("step", self._began, ended)]
+        self._last_ended = _EndedStep(step, time.time(), spans, values, copy, arrives=ended)
         self._pending.append(self._last_ended)
         self._began, self._spans = ended, []
         return self._take_arrived()
@@ -201,8 +190,8 @@ class MetricsProcessor:
             return
         last.arrives.synchronize()
         self._take_arrived()
-        if self._last_record is None or self._last_record.step < last.computed["step"]:
-            self._write_record(last.values())
+        if self._last_record is None or self._last_record.step < last.step:
+            self._write_record(last)
         self._tell(lambda writer: writer.flush())
 
     def _take_arrived(self) -> bool:
@@ -218,13 +207,14 @@ class MetricsProcessor:
             self._totals["steps"] += 1
 
             values = ended.values()
-            for name in values.keys() & AVERAGED:
-                self._since_record[name] += values[name]
-            if (consecutive := int(values["consecutive_skips"])) > self.skips.consecutive:
-                figures = {name: values[name] for name in ("step", "loss", "grad_norm")}
-                self.skips = Skips(consecutive, **figures)
-            if self._last_record is None or values["step"] % self.log_freq == 0:
-                self._write_record(values)
+            for name in AVERAGED:
+                if (value := getattr(values, name)) is not None:
+                    self._since_record[name] += value
+            if (consecutive := int(values.consecutive_skips)) > self.skips.consecutive:
+                loss, grad_norm = float(values.loss), float(values.grad_norm)
+                self.skips = Skips(consecutive, ended.step, loss, grad_norm)
+            if self._last_record is None or ended.step % self.log_freq == 0:
+                self._write_record(ended)
         return self._last_record is not previous
 
     def own_times(self) -> list[float]:
@@ -235,7 +225,7 @@ class MetricsProcessor:
 
     # ----- Records -----
 
-    def _write_record(self, values: StepValues) -> None:
+    def _write_record(self, ended: _EndedStep) -> None:
         """Make the record of the steps since the last one, and pass it to the writers."""
         # Only training counts for rates.
         since, self._since_record = self._since_record, defaultdict(float)
@@ -244,7 +234,8 @@ class MetricsProcessor:
         self._times["training"] += training_s
         self._times["data"] += data_s
 
-        tokens, self._tokens = values["tokens"] - self._tokens, values["tokens"]
+        values = ended.values()
+        tokens, self._tokens = values.tokens - self._tokens, values.tokens
         tps = tokens / training_s / self.n_devices
         step_time_s, data_time_s = (training_s + data_s) / steps, data_s / steps
         if self._last_record is None:
@@ -255,16 +246,22 @@ class MetricsProcessor:
             self._mean_step_s = before + STEP_TIME_WEIGHT * (step_time_s - before)
 
         memory_gib, total_gib = peak_memory_gib(self.device), total_memory_gib(self.device)
-        averages = {name: since[name] / steps for name in since.keys() & AVERAGED}
-        computed = {name: x for name, x in (values | averages).items() if name in STEP_FIGURES}
-        computed["skipped_steps"] = int(values["skipped_steps"])
-        computed |= self.stages.figures(tokens / steps, self.peaks) if self.stages else {}
-        share = averages.get("attention_share")
+        share, imbalance = (since[name] / steps if name in since else None for name in AVERAGED)
+        rates = compute_rates(tps, ledger=self.ledger, peaks=self.peaks, attention_share=share)
+        of_stages = self.stages.figures(tokens / steps, self.peaks) if self.stages else {}
         self._last_record = StepRecord(
-            **computed,
-            **asdict(
-                compute_rates(tps, ledger=self.ledger, peaks=self.peaks, attention_share=share)
-            ),
+            step=ended.step,
+            time=ended.time,
+            tokens=values.tokens,
+            epochs=values.epochs,
+            loss=float(values.loss),
+            loss_max=float(values.loss_max),
+            grad_norm=float(values.grad_norm),
+            lr=values.lr,
+            skipped_steps=int(values.skipped_steps),
+            attention_imbalance=imbalance,
+            **asdict(rates),
+            **of_stages,
             step_time_s=step_time_s,
             data_time_s=data_time_s,
             data_time_pct=100 * data_time_s / step_time_s,
@@ -277,7 +274,7 @@ class MetricsProcessor:
         self._losses.append(record.loss)
         self._tell(lambda writer: writer.write(record))
         if compile_s:
-            self._write_time(values["step"], "compile", compile_s)
+            self._write_time(ended.step, "compile", compile_s)
 
     def log_numerics(self, step: int, casts: CastErrors) -> None:
         """Write the errors of the casts of `step`, the last that ended. Waits for the device."""

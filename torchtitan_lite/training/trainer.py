@@ -25,7 +25,7 @@ from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.metrics.flops import document_squares, document_values
-from torchtitan_lite.metrics.processor import StepValues
+from torchtitan_lite.metrics.values import StepValues
 from torchtitan_lite.metrics.writers import has_validation
 from torchtitan_lite.parallel.mesh import build_mesh, start_all_gather
 from torchtitan_lite.parallel.pipeline import join_stages
@@ -247,11 +247,11 @@ class Trainer:
         update_scales(self.model, self.config.float8)
 
         self.tokens += batch_sizes.global_batch_size * training.seq_len
-        documents = {}
+        share = imbalance = None
         if take_squares:
             of_stage = take_squares()[: degrees.dp * degrees.cp]  # stages have the same documents
             whole = batch_sizes.global_batch_size * training.seq_len**2
-            documents = document_values(of_stage, whole=whole)
+            share, imbalance = document_values(of_stage, whole=whole)
         return StepValues(
             tokens=self.tokens,
             loss=mean_loss,
@@ -261,7 +261,8 @@ class Trainer:
             consecutive_skips=self.guard.consecutive_skips.to(self.device),
             lr=lr,
             epochs=self.batches.corpus.epochs(self.batches.samples(step)),
-            **documents,
+            attention_share=share,
+            attention_imbalance=imbalance,
         )
 
     def next_batches(self, batches: Iterator[Batch]) -> list[Batch]:
