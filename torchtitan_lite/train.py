@@ -50,7 +50,8 @@ from torchtitan_lite.run.process_group import (
     local_world_size,
     read_rank,
 )
-from torchtitan_lite.run.run_folder import RunFolder, Status, read_status
+from torchtitan_lite.run.run_folder import RunFolder
+from torchtitan_lite.run.status import Status, read_status
 from torchtitan_lite.run.time_limit import find_time_limit
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.training.trainer import Trainer
@@ -60,7 +61,7 @@ def run(config: Config, *, parent: int | None) -> int:
     """Train with `config` in this process, which `parent` has started. Return the exit code."""
     folder = RunFolder(Path(config.job.dump_folder))
     watchdog = Watchdog(
-        report=lambda lost: folder.fail(lost, step=watchdog.step),
+        report=folder.fail,
         timeout_s=config.comm.init_timeout_seconds,
         parent=parent,
     )
@@ -71,7 +72,7 @@ def run(config: Config, *, parent: int | None) -> int:
         error = known or RunError(f"{type(caught).__name__}: {caught}")
         if known is None:
             error.rank, _ = read_rank()
-        folder.fail(error, step=watchdog.step)
+        folder.fail(error, watchdog.step)
         watchdog.fail(str(error))
         if known is None or known is caught:
             raise

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._dynamo.callback import callback_handler
 
 from torchtitan_lite.base.errors import RunError
-from torchtitan_lite.base.logger import init_logger, logger
+from torchtitan_lite.base.logger import init_logger
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CommConfig, load_config
@@ -67,7 +67,7 @@ def forget_compiled() -> None:
 
 def main() -> None:
     init_logger()
-    watchdog = Watchdog(report=logger.warning)
+    watchdog = Watchdog(report=print)
     device = init_distributed(CommConfig())
     hardware.measure_peak = lambda *_: 1.0  # the peak of float32, which no config gives
     folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from torchtitan_lite.base.logger import init_logger, logger
+from torchtitan_lite.base.logger import init_logger
 from torchtitan_lite.config import load_config
 from torchtitan_lite.metrics.clock import HostEvent
 from torchtitan_lite.planner.prepare import prepare_job
@@ -55,7 +55,7 @@ class Reads(TorchFunctionMode):
 def main() -> None:
     init_logger()
     config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
-    watchdog = Watchdog(report=logger.warning)
+    watchdog = Watchdog(report=print)
     device = init_distributed(config.comm)
     job, tokenizer = prepare_job(config, device=device)
     trainer = Trainer(

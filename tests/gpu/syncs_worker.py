@@ -6,7 +6,7 @@ import sys
 
 from torch.profiler import ProfilerActivity, profile
 
-from torchtitan_lite.base.logger import init_logger, logger
+from torchtitan_lite.base.logger import init_logger
 from torchtitan_lite.config import load_config
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.process_group import end_process, init_distributed
@@ -19,7 +19,7 @@ WAITS = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize
 def main() -> None:
     init_logger()
     config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
-    watchdog = Watchdog(report=logger.warning)
+    watchdog = Watchdog(report=print)
     device = init_distributed(config.comm)
     job, tokenizer = prepare_job(config, device=device)
     trainer = Trainer(

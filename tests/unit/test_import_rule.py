@@ -20,7 +20,7 @@ SEE_THE_JOB = {"config", "planner", "tools", "train", "training"}
 """Rooms that may handle the whole Config or Job. All others take a section or plain values."""
 WITHOUT_TORCH = ["base.files", "base.jsonfile", "base.terminal", "config", "config.job"]
 WITHOUT_TORCH += [f"catalog.{path.stem}" for path in PACKAGE.glob("catalog/[a-z]*.py")]
-WITHOUT_TORCH += ["run.launch", "run.status"]
+WITHOUT_TORCH += ["run.launch", "tools.runs"]
 
 
 def module_name(path: Path) -> str:

@@ -22,7 +22,8 @@ import pytest
 from torchtitan_lite.base.errors import ConfigError, RunError
 from torchtitan_lite.run import launch
 from torchtitan_lite.run.launch import NEXT, Launch, find_outcome, report_end
-from torchtitan_lite.run.run_folder import RunFolder, Status
+from torchtitan_lite.run.run_folder import RunFolder
+from torchtitan_lite.run.status import Status
 from torchtitan_lite.run.supervise import AgentEnd, listen
 
 ROOT = Path(__file__).parents[2]

@@ -28,13 +28,14 @@ from torchtitan_lite.base.errors import (
     StorageError,
 )
 from torchtitan_lite.base.files import own_sources
-from torchtitan_lite.run import run_folder
-from torchtitan_lite.run.run_folder import RunFolder, Status, make_log_folder, read_end, read_status
+from torchtitan_lite.run import run_folder, status
+from torchtitan_lite.run.run_folder import RunFolder, make_log_folder, read_end
+from torchtitan_lite.run.status import Status, read_status, time_name
 
 ENTRIES = ("tb", "checkpoint", "metrics.jsonl")
 CONFIG = "steps = 1\n"
 STARTED = 1795208000.5
-STARTED_NAME = run_folder._time_name(STARTED)
+STARTED_NAME = time_name(STARTED)
 WRITTEN = ["checkpoint", "config.toml", "metrics.jsonl", "status.json"]
 
 
@@ -174,7 +175,7 @@ def test_write_config_replaces_the_file_whole(tmp_path, monkeypatch):
 def test_on_a_full_disk_an_end_that_fits_is_written_over_the_old_status(tmp_path, monkeypatch):
     folder, file = open_folder(tmp_path), tmp_path / "status.json"
     before = file.read_text()
-    monkeypatch.setattr(run_folder, "replace_file", no_space)
+    monkeypatch.setattr(status, "replace_file", no_space)
     with pytest.raises(StorageError, match="No space left on device"):
         folder.update(step=3)
     assert file.read_text() == before  # the progress can wait

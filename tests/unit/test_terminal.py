@@ -13,8 +13,8 @@ from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.base.terminal import clean
 from torchtitan_lite.metrics.writers import ConsoleWriter
 from torchtitan_lite.run import launch
-from torchtitan_lite.run.run_folder import Status, write_status
-from torchtitan_lite.run.status import watch
+from torchtitan_lite.run.status import Status, write_status
+from torchtitan_lite.tools.runs import watch
 
 HOSTILE = "a\tb\n\x1b[2J\x9b\r\x07\x7f\u202e\udc80 é語"
 CLEAN = "a\tb\n" + r"\x1b[2J\x9b\r\x07\x7f\u202e\udc80" + " é語"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import strict_json
-from torchtitan_lite.run.status import as_json, find_runs, format_runs, watch
+from torchtitan_lite.tools.runs import as_json, find_runs, format_runs, watch
 
 WATCH_SECONDS = 5.0
 

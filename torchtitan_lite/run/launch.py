@@ -30,7 +30,8 @@ from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError, ru
 from torchtitan_lite.config import did_you_mean, find_config, load_config, shipped_configs
 
 from .compiler_checks import check_compiler
-from .run_folder import Status, make_log_folder, read_end, write_status
+from .run_folder import make_log_folder, read_end
+from .status import Status, write_status
 from .supervise import AgentEnd, listen, run_agent, say
 
 VARIABLES = """\

@@ -11,52 +11,27 @@ import re
 import socket
 import stat
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import TypeAdapter
+from typing import Any
 
 from torchtitan_lite.base.errors import (
     FINAL_EXIT_CODES,
-    WRONG_PATH,
     ConfigError,
     RunError,
     StorageError,
 )
-from torchtitan_lite.base.files import DISK_FULL, lock_file, own_sources, replace_file, storage_fix
-from torchtitan_lite.base.jsonfile import Count, read_regular, strict_json
+from torchtitan_lite.base.files import lock_file, own_sources, replace_file
 from torchtitan_lite.base.logger import logger
 
+from .status import STATUS_FILE, Status, explained, job_name, read_status, time_name, write_status
+
 CONFIG_FILE = "config.toml"
-STATUS_FILE = "status.json"
-BLOCK_BYTES = 4096  # of most file systems; even on a full disk, one block can be overwritten
 LOCK_FILE = ".lock"
 OWN_LOCK = re.compile(r"(process \d+ on .*)?\Z")  # names the last run that held it, or is empty
 LOCK_SECONDS = 10.0  # how long a new run waits: workers of a killed agent take seconds to end
-
-
-@dataclass(frozen=True)
-class Status:
-    """Content of status.json. Times are Unix seconds. A new field needs a default."""
-
-    state: Literal["running", "done", "stopped", "failed"]
-    started: float
-    time: float  # last change
-    step: Count = 0  # last finished step; of a failed run, the step that failed
-    total_steps: Count | None = None
-    loss: float | None = None  # of the last logged step, like tps
-    tps: float | None = None  # tokens per second per device
-    mfu: float | None = None  # percent
-    eta_s: float | None = None  # from the last logged step to the end
-    last_checkpoint: str | None = None
-    cause: str | None = None
-    exit_code: Count | None = None
-    rank: Count | None = None  # rank that the cause refers to, if any
-    job: str | None = None  # agent that started the run and may restart its processes
-    sources: str | None = None  # hash of the package, as the run began
 
 
 class RunFolder:
@@ -76,7 +51,7 @@ class RunFolder:
         Raises ConfigError if it cannot be a run folder, or if another run still holds it after
         LOCK_SECONDS; StorageError if the disk fails; the previous attempt's error if that was
         final."""
-        with _explained(self.path):
+        with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _take_lock(self.path)
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
@@ -103,7 +78,7 @@ class RunFolder:
         wrote, StorageError if the disk fails."""
         before = read_status(self.path)
         names = [*entries, CONFIG_FILE, STATUS_FILE]
-        with _explained(self.path):
+        with explained(self.path):
             if before is None:
                 _check_nothing_foreign(self.path, names, resumed_config=resumed_config)
             elif resumed_config is None:
@@ -138,14 +113,14 @@ class RunFolder:
 
     def write_config(self, text: str) -> None:
         """Replace config.toml by `text`."""
-        with _explained(self.path):
+        with explained(self.path):
             replace_file(self.path / CONFIG_FILE, text)
 
     def update(self, *, step: int, **changes: Any) -> None:
         """Change status.json, unless the run has ended (the first cause stays), under a lock.
         Raises StorageError if the folder belongs to another run or the disk fails."""
         self.check_is_ours(step=step)
-        with _explained(self.path):
+        with explained(self.path):
             folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 lock_file(folder, fcntl.LOCK_EX)
@@ -157,7 +132,7 @@ class RunFolder:
             finally:
                 os.close(folder)
 
-    def fail(self, error: RunError, *, step: int) -> None:
+    def fail(self, error: RunError, step: int) -> None:
         """Write into status.json that the run failed in `step` (0: before the first one), if the
         folder belongs to this run. Any rank may call it.
 
@@ -180,28 +155,11 @@ class RunFolder:
 
 def make_log_folder(path: Path) -> Path:
     """Create a log folder, named after the time and host. Raises ConfigError, StorageError."""
-    with _explained(path):
-        name = f"{_time_name(time.time())}-{socket.gethostname()}"
+    with explained(path):
+        name = f"{time_name(time.time())}-{socket.gethostname()}"
         folder = _new_folder(path / "logs", name)
         (folder / "torchrun.log").touch()
     return folder
-
-
-def job_name(agent: int) -> str:
-    """Return the name of the job whose workers are children of process `agent` on this host."""
-    return f"process {agent} on {socket.gethostname()}"
-
-
-def read_status(path: Path) -> Status | None:
-    """Return the status in a run folder; None if there is no valid one. Ignores unknown keys."""
-    file = path / STATUS_FILE
-    try:
-        content = read_regular(file, max_bytes=1 << 20)  # a cause may be long
-        status = TypeAdapter(Status).validate_json(content)
-        _time_name(status.started)
-    except (OSError, ValueError, ArithmeticError):
-        return None
-    return status
 
 
 def read_end(
@@ -224,29 +182,6 @@ def read_end(
     # Another run may have begun since.
     is_own = not owner or status.job in (None, job_name(agent))
     return status, status if is_own else None
-
-
-def write_status(path: Path, status: Status) -> None:
-    """Replace status.json. On a full disk, overwrite it in place if the run has ended: a file of at
-    most one block needs no new space. Raises ConfigError or StorageError."""
-    file = path / STATUS_FILE
-    with _explained(path):
-        try:
-            replace_file(file, _to_json(status))
-        except OSError as error:
-            if error.errno not in DISK_FULL or status.exit_code is None:
-                raise
-            while len(_to_json(status)) > BLOCK_BYTES:
-                if not status.cause:
-                    raise
-                status = replace(status, cause=status.cause[: len(status.cause) // 2])
-            with file.open("r+b") as stream:
-                stream.write(_to_json(status))
-                stream.truncate()
-
-
-def _to_json(status: Status) -> bytes:
-    return (strict_json(asdict(status), indent=1) + "\n").encode()
 
 
 def _take_lock(path: Path) -> int:
@@ -281,7 +216,7 @@ def _take_lock(path: Path) -> int:
         time.sleep(0.2)
 
     os.truncate(lock, 0)
-    os.pwrite(lock, f"{job_name(os.getpid())} since {_time_name(time.time())}".encode(), 0)
+    os.pwrite(lock, f"{job_name(os.getpid())} since {time_name(time.time())}".encode(), 0)
     return lock
 
 
@@ -323,7 +258,7 @@ def _move_to_previous(path: Path, entries: list[str], *, started: float) -> None
             "behind a link to previous/: link an empty folder, or name another dump_folder."
         )
 
-    target = _new_folder(path / "previous", _time_name(started))
+    target = _new_folder(path / "previous", time_name(started))
     for entry in found:
         (target / entry).parent.mkdir(parents=True, exist_ok=True)
         (path / entry).rename(target / entry)
@@ -338,21 +273,3 @@ def _new_folder(parent: Path, name: str, number: int = 1) -> Path:
     except FileExistsError:
         return _new_folder(parent, name, number + 1)
     return folder
-
-
-def _time_name(seconds: float) -> str:
-    """Return the local time as a file name: 2026-11-20T20-53-20."""
-    return time.strftime("%Y-%m-%dT%H-%M-%S", time.localtime(seconds))
-
-
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn an OSError into the RunError that names the folder, the reason and the fix."""
-    try:
-        yield
-    except OSError as error:
-        broken = error.errno not in WRONG_PATH
-        raise (StorageError if broken else ConfigError)(
-            f'[job] dump_folder = "{path}" cannot be written: {error.filename or path}: '
-            f"{error.strerror}; {storage_fix(error)}, or name another folder."
-        ) from error

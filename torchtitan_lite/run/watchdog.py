@@ -81,14 +81,14 @@ class Watchdog:
 
     Made once a process, on the main thread, before or after the process group is joined. `parent`
     is the process that started this one, as it was before slow imports. Before a thread ends the
-    process it calls `report` with the cause. Raises ConfigError outside torchrun, or if the job has
-    a process of this rank already.
+    process it calls `report` with the cause and the step. Raises ConfigError outside torchrun, or
+    if the job has a process of this rank already.
     """
 
     def __init__(
         self,
         *,
-        report: Callable[[RankLostError], None],
+        report: Callable[[RankLostError, int], None],
         timeout_s: float = math.inf,
         parent: int | None = None,
     ) -> None:
@@ -239,7 +239,7 @@ class Watchdog:
         threading.Timer(5, os._exit, (exit_code,)).start()
         try:
             logger.warning(f"error:\n{cause}")
-            self._report(RankLostError(cause))
+            self._report(RankLostError(cause), self.step)
         finally:
             os._exit(exit_code)
 

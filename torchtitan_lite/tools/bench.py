@@ -36,7 +36,7 @@ from torchtitan_lite.config import Config, dump_config
 from torchtitan_lite.config.types import Positive
 from torchtitan_lite.metrics.hardware import device_name, total_memory_gib
 from torchtitan_lite.planner.plan import find_device, make_plan
-from torchtitan_lite.run.run_folder import read_status
+from torchtitan_lite.run.status import read_status
 
 TRAIN = ("-m", "torchtitan_lite.train")  # what Python runs for a row
 WARMUP_STEPS, STEPS = 2, 12  # the first two, which compile and settle, are in no figure

@@ -12,9 +12,9 @@ import pytest
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.cli import run_command
-from torchtitan_lite.run import status as status_module
-from torchtitan_lite.run.run_folder import Status, write_status
-from torchtitan_lite.run.status import (
+from torchtitan_lite.run.status import Status, write_status
+from torchtitan_lite.tools import runs
+from torchtitan_lite.tools.runs import (
     doubt,
     find_runs,
     format_run,
@@ -150,7 +150,7 @@ def test_watch_ends_with_the_run_and_its_exit_code(tmp_path, capsys, monkeypatch
         if len(slept) == 2:
             write_status(run, FAILED)
 
-    monkeypatch.setattr(status_module.time, "sleep", sleep)
+    monkeypatch.setattr(runs.time, "sleep", sleep)
     assert watch(run, interval_s=0.1, clear=False) == 6
     assert slept == [0.1, 0.1]
     assert re.findall(r"state +(\w+)", capsys.readouterr().out) == ["running", "running", "failed"]
@@ -173,5 +173,5 @@ def test_the_command(tmp_path, capsys, monkeypatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(status_module, "find_runs", interrupt)
+    monkeypatch.setattr(runs, "find_runs", interrupt)
     assert run_command(["status", str(run), "--watch"]) == 0
