@@ -97,13 +97,13 @@ class Course:
             yield f"last step: {before.last_step} -> {self.last_step}"
 
         if before.schedule() != self.schedule():
-            hint = ""
-            if self.config.lr_scheduler.total_steps is None and before.last_step != self.last_step:
+            last, first, hint = before.learning_rate(step), self.learning_rate(step + 1), ""
+            lengths_differ = before.last_step != self.last_step
+            if first > last and lengths_differ and self.config.lr_scheduler.total_steps is None:
                 hint = (
                     "; the schedule is as long as the run: [lr_scheduler] total_steps, set from "
                     "step 1 on, plans for a longer one"
                 )
             yield (
-                f"learning rate: {before.learning_rate(step):.3g} in step {step} -> "
-                f"{self.learning_rate(step + 1):.3g} in step {step + 1}{hint}"
+                f"learning rate: {last:.3g} in step {step} -> {first:.3g} in step {step + 1}{hint}"
             )
