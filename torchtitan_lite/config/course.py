@@ -29,8 +29,8 @@ DECISIVE = {
 
 
 def read_decisive(text: str, *, world_size: int) -> Config:
-    """Return the DECISIVE keys of a config in TOML, which may be of another version, and the global
-    batch size of its run, of `world_size` processes, where it is -1."""
+    """Return a config with the DECISIVE keys of a TOML text, which another version may have
+    written. A global batch size of -1 becomes the one of a run of `world_size` processes."""
     tables = parse_toml(text.encode())
     config = Config.model_validate(
         {
