@@ -193,7 +193,7 @@ the last checkpoint, the run folder, the logs, and the command that continues th
     run folder: outputs/debug_model
     logs: outputs/debug_model/logs/2026-11-20T20-53-20-node0/9f_x/attempt_0/1/{{stdout,stderr}}.log
     next: look at the logs and at the host of that rank; this continues from the last checkpoint: \
-NGPU=2 ./run_train.sh --checkpoint.enable
+CONFIG_FILE=debug_model NGPU=2 ./run_train.sh --checkpoint.enable
 
 | exit code | cause | what to do |
 | --- | --- | --- |
@@ -207,7 +207,7 @@ NGPU=2 ./run_train.sh --checkpoint.enable
 | 7 | no space left, or a broken disk | make room, or do as the error says |
 | 75 | stopped by a signal, and saved where checkpoints are enabled | start it again |
 
-`logs/` also holds `torchrun.log`, which torch's elastic agent writes.
+The folder of each start in `logs/` also holds `torchrun.log`, which torch's elastic agent writes.
 """
 
 

@@ -25,6 +25,7 @@ def check_compiler(*, compiles: bool = False, on_gpu: bool = False, **env: objec
 def test_the_default_cache_is_private_and_others_are_not_touched(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = Path(check_compiler())
+    assert check_compiler(TORCHINDUCTOR_CACHE_DIR="") == str(own)  # else the working directory
     assert own.parent == tmp_path and own.stat().st_mode & 0o777 == 0o700
     (tmp_path / "given").mkdir(mode=0o755)
     assert check_compiler(TORCHINDUCTOR_CACHE_DIR=tmp_path / "given") == str(tmp_path / "given")

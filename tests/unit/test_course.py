@@ -70,6 +70,11 @@ def course(*, steps: int = 30, batch: int = 8, start: int = 0, **schedule: objec
             ],
         ),
         (
+            course(decay_ratio=0.0),
+            course(steps=40, decay_ratio=0.25),
+            ["last step: 30 -> 40", "learning rate: 1 in step 30 -> 0.909 in step 31"],
+        ),
+        (
             course(total_steps=40),
             course(decay_ratio=0.0, total_steps=40),
             ["learning rate: 0.268 in step 30 -> 1 in step 31"],

@@ -4,9 +4,9 @@
   verify STORE        read the whole store and list what is broken
   inspect STORE       print its counts and the text of a window
 
-SOURCE is a folder or a file of .txt .md .rst .py .jsonl, each also with .gz or .zst, or .parquet
-(parquet extra); hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or a name that [training]
-dataset takes, such as pystdlib, the source text of the running Python's standard library.
+SOURCE is a folder or a file of .txt .md .rst .py .jsonl .json, each also with .gz or .zst, or
+.parquet (parquet extra); hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or a name that
+[training] dataset takes, such as pystdlib, the source text of Python's standard library.
 
 Exit codes: 3 for missing or broken data, 7 if the disk fails.
 """
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument(
         "--text-field",
         default="text",
-        help="field of .jsonl and .parquet rows with the text (text)",
+        help="field of .jsonl, .json and .parquet rows with the text (text)",
     )
     make.add_argument(
         "--skip-bad", type=count(0), default=0, help="bad rows to leave out before giving up (0)"

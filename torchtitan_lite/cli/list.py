@@ -55,7 +55,7 @@ def list_flavors() -> Iterator[Row]:
             "heads": args.n_heads,
             "kv heads": args.n_kv_heads,
             "ffn_dim": args.ffn_dim,
-            "vocabulary": args.vocab_size or f"tokenizer's ({USUAL_VOCABULARY:,} here)",
+            "vocabulary": args.vocab_size or f"tokenizer's (say {USUAL_VOCABULARY:,})",
         }
 
 

@@ -29,8 +29,8 @@ DECISIVE = {
 
 
 def read_decisive(text: str, *, world_size: int) -> Config:
-    """Return the DECISIVE keys of a config in TOML, which may be of another version, and the global
-    batch size of its run, of `world_size` processes, where it is -1."""
+    """Return a config with the DECISIVE keys of a TOML text, which another version may have
+    written. A global batch size of -1 becomes the one of a run of `world_size` processes."""
     tables = parse_toml(text.encode())
     config = Config.model_validate(
         {
@@ -97,13 +97,13 @@ class Course:
             yield f"last step: {before.last_step} -> {self.last_step}"
 
         if before.schedule() != self.schedule():
-            hint = ""
-            if self.config.lr_scheduler.total_steps is None and before.last_step != self.last_step:
+            last, first, hint = before.learning_rate(step), self.learning_rate(step + 1), ""
+            lengths_differ = before.last_step != self.last_step
+            if first > last and lengths_differ and self.config.lr_scheduler.total_steps is None:
                 hint = (
                     "; the schedule is as long as the run: [lr_scheduler] total_steps, set from "
                     "step 1 on, plans for a longer one"
                 )
             yield (
-                f"learning rate: {before.learning_rate(step):.3g} in step {step} -> "
-                f"{self.learning_rate(step + 1):.3g} in step {step + 1}{hint}"
+                f"learning rate: {last:.3g} in step {step} -> {first:.3g} in step {step + 1}{hint}"
             )

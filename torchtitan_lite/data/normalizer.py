@@ -18,7 +18,7 @@ PIECE_BYTES = 2**24
 """Texts that can become longer than MAX_NORMALIZED are tried in pieces that become at most this."""
 GROWTH = {"Strip": 1, "StripAccents": 1, "Nmt": 1, "Fuse": 1, "Lowercase": 2, "NFC": 3, "NFD": 3}
 OTHER_GROWTH = 11
-"""Of other steps: that of NFKC and NFKD (https://unicode.org/faq/normalization.html), or less."""
+"""Growth by other steps: NFKC and NFKD have this (https://unicode.org/faq/normalization.html)."""
 
 
 def find_growth(step: dict[str, Any]) -> int:

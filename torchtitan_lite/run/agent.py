@@ -7,7 +7,7 @@ SPEC is JSON with these keys; WORDS are the arguments of `torchtitan_lite.train`
   store       arguments of `open_store`
   log_dir     folder of the workers' logs
   terminal    file descriptor for the workers' lines on stderr; the agent's own stderr is a log
-  failure     file descriptor for a line of JSON: the arguments of AgentEnd that say what failed
+  failure     file descriptor for JSON: the arguments of AgentEnd that say what failed
   launcher    file descriptor whose end means that the launcher is gone
 """
 
@@ -136,7 +136,7 @@ def run_workers(spec: dict[str, Any], words: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the workers until they are done. Exit code 1, with a traceback, if they are not."""
+    """Run the workers until they are done. Exit code 1 if they fail."""
     spec, words = json.loads(sys.argv[1]), sys.argv[2:]
     threading.Thread(target=end_with_launcher, args=(spec["launcher"],), daemon=True).start()
     os.environ["TORCHTITAN_LITE_AGENT"] = str(os.getpid())  # whose end a worker must not miss

@@ -21,15 +21,16 @@ def check_compiler(env: MutableMapping[str, str], *, compiles: bool, on_gpu: boo
 
     Names a cache in `env` if there is none: torch would take a folder in /tmp that anyone may have
     made before."""
-    if INDUCTOR_CACHE not in env:
+    if not env.get(INDUCTOR_CACHE):
         try:
             parent = tempfile.gettempdir()
         except OSError as error:
             raise ConfigError(f"{INDUCTOR_CACHE} is not set: {error}; name a folder.") from error
         env[INDUCTOR_CACHE] = f"{parent}/torchtitan_lite_inductor_{os.geteuid()}"
     for name in (INDUCTOR_CACHE, TRITON_CACHE):
-        if name in env and (problem := find_problem(Path(env[name]).absolute(), compiles=compiles)):
-            raise ConfigError(f"{name}={env[name]}: {problem}; set it to another folder.")
+        cache = env.get(name)
+        if cache and (problem := find_problem(Path(cache).absolute(), compiles=compiles)):
+            raise ConfigError(f"{name}={cache}: {problem}; set it to another folder.")
     if compiles:
         check_tools(env, on_gpu=on_gpu)
 

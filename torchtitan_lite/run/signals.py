@@ -35,7 +35,8 @@ class StopSignal:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in DUPLICATE_SECONDS:
-            # nohup has its effect. What shells ignore in the background came from somebody else.
+            # nohup's SIGHUP stays ignored. Shells make background jobs ignore SIGINT and SIGQUIT,
+            # but a rank gets these from somebody who names the process.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: None)
         threading.Thread(target=self._read, name="signals", daemon=True).start()

@@ -37,9 +37,9 @@ class AgentEnd:
 
 
 def listen(endpoint: str) -> socket.socket:
-    """Return the socket at which node 0 serves the store of a run: that of `endpoint`, host:port,
-    on all interfaces, or for a run on one node, "", of any port on the loopback interface.
-    Raises ConfigError."""
+    """Return the socket at which node 0 serves the run's store: at the port of `endpoint`,
+    host:port, on all interfaces; for "", a run on one node, at a free port of the loopback
+    interface. Raises ConfigError."""
     if not endpoint:
         return socket.create_server(("127.0.0.1", 0))
     port = int(endpoint.rpartition(":")[2])

@@ -190,7 +190,7 @@ class Watchdog:
         """End this process once it cannot go on. Never waits for the store."""
         failed_ticks = 0
         while not self._closed.is_set():
-            # A stop may be asked for before the ranks have joined; torchrun or its store be gone.
+            # A stop may be asked for before the ranks join; torchrun or its store may be gone.
             if self.stop_signal.received:
                 if not dist.is_initialized():
                     self._end("stopped by a signal before the ranks joined", STOPPED_EXIT_CODE)
@@ -281,7 +281,7 @@ def describe_place(code: CodeType, line: int) -> str:
 
 
 def describe_stages(stages: Sequence[int]) -> str:
-    """Return the stages of a rank as the begin of a list; "" without pipelines."""
+    """Return the stages of a rank as the beginning of a list; "" without pipelines."""
     return "".join(f"stage {stage}, " for stage in stages)
 
 
