@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,36 @@ def build_mesh(degrees: ParallelDegrees, *, device_type: str) -> DeviceMesh:
     """Build the mesh of all processes. It keeps every dimension, so that all can be indexed."""
     sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard, degrees.cp, degrees.tp)
     return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMS)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The mesh of all processes, and this rank's groups of processes in it."""
+
+    mesh: DeviceMesh
+    stages: dist.ProcessGroup
+    """The ranks of this rank's pipeline."""
+    losses: dist.ProcessGroup
+    """Ranks whose losses add up: they train on different tokens, or have different stages."""
+    replicas: dist.ProcessGroup
+    """Ranks that decide alike on an update, though they exchange neither losses nor norms of
+    gradients: replicas clip their own gradients, and ranks of tensor parallelism compute the loss
+    each."""
+    dp_rank: int
+    """Ranks that differ only in pp, cp or tp share their samples."""
+
+
+def build_groups(degrees: ParallelDegrees, *, device_type: str) -> Groups:
+    """Build the mesh and its groups. A collective call."""
+    mesh = build_mesh(degrees, device_type=device_type)
+    losses = mesh["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")
+    return Groups(
+        mesh,
+        stages=mesh["pp"].get_group(),
+        losses=losses.get_group(),
+        replicas=mesh["dp_replicate", "tp"]._flatten("replicas").get_group(),
+        dp_rank=losses.get_local_rank() // degrees.cp % degrees.dp,
+    )
 
 
 def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:

@@ -37,20 +37,19 @@ from torchtitan_lite.metrics.hardware import find_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.stages import StageTimes
 from torchtitan_lite.metrics.writers import Content, build_writers, last_losses
+from torchtitan_lite.parallel.mesh import Groups
 
 from .optim import UpdateGuard
 
 
 def build_guard(
-    training: TrainingConfig, progress: TrainingProgress, mesh: DeviceMesh, *, device: torch.device
+    training: TrainingConfig, progress: TrainingProgress, groups: Groups, *, device: torch.device
 ) -> UpdateGuard:
     """Build the guard that skips bad updates; its counts continue from `progress`."""
-    # Ranks that differ in another dimension have exchanged losses and norms of gradients. Replicas
-    # clip their own gradients, and ranks of tensor parallelism compute the loss each.
     return UpdateGuard(
         training,
         device=torch.device("cpu") if training.enable_cpu_offload else device,
-        group=mesh["dp_replicate", "tp"]._flatten("replicas").get_group(),
+        group=groups.replicas,
         skipped_steps=progress.skipped_steps,
         consecutive_skips=progress.consecutive_skips,
         loss_mean=progress.loss_mean,

@@ -3,9 +3,10 @@ planning too; then cut it into stages, and make them parallel."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.base.logger import logger
@@ -24,7 +25,7 @@ from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from torchtitan_lite.parallel.microbatches import Microbatches, ModelLoss, PlainMicrobatches
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, Timed, cut_stage
+from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, Timed, cut_stage, join_stages
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
 
@@ -64,6 +65,16 @@ class BuiltModel:
     """Names of the whole model's linears in float8."""
     asked: Asked
     """Float8 operations expected of this rank in each step, and compiled graphs."""
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The parameters of this rank's stages, by their names in the whole model."""
+        return join_stages(self.stages)
+
+    @property
+    def shard_sequence(self) -> Callable[[Tensor, int], Tensor]:
+        """Returns what this rank computes of a tensor whose given dimension is a sequence."""
+        return self.stages[0].shard_sequence
 
 
 def choose_linears(

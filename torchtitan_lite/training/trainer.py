@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.base.collectives import agree, on_rank0
 from torchtitan_lite.base.errors import RunError
@@ -27,8 +26,7 @@ from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.metrics.flops import document_squares, document_values
 from torchtitan_lite.metrics.values import StepValues
 from torchtitan_lite.metrics.writers import has_validation
-from torchtitan_lite.parallel.mesh import build_mesh, start_all_gather
-from torchtitan_lite.parallel.pipeline import join_stages
+from torchtitan_lite.parallel.mesh import build_groups, start_all_gather
 from torchtitan_lite.run.process_group import set_timeouts
 from torchtitan_lite.run.run_folder import RunFolder
 from torchtitan_lite.run.watchdog import Watchdog
@@ -41,7 +39,7 @@ from .build import (
     build_guard,
     build_metrics,
 )
-from .model import BuiltModel, build_microbatches, build_model
+from .model import build_microbatches, build_model
 from .optim import build_optimizer, clip_gradients, step_unless
 from .profiling import Profiler
 from .samples import Samples
@@ -72,19 +70,12 @@ class Trainer:
         """
         self.job, self.config = job, job.config
         self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
-
-        # The mesh, and the group whose losses add up: its ranks train on different tokens, or have
-        # different stages. Those that differ only in pp or cp share their samples.
-        mesh = build_mesh(job.degrees, device_type=device.type)
-        self.stage_group = mesh["pp"].get_group()
-        loss_mesh = mesh["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")
-        self.loss_group = loss_mesh.get_group()
-        dp_rank = loss_mesh.get_local_rank() // job.degrees.cp % job.degrees.dp
+        self.groups = build_groups(job.degrees, device_type=device.type)
 
         # Data, from the first sample that has not been trained on.
         progress = accept_progress(resume, job)
         self.batches, self.validation_batches = build_batches(
-            job, tokenizer, dp_rank=dp_rank, progress=progress
+            job, tokenizer, dp_rank=self.groups.dp_rank, progress=progress
         )
         if resume is not None:
             resume.check_can_train(last_step=self.batches.last_step)
@@ -93,42 +84,32 @@ class Trainer:
         self.tokens, self.save_wanted = progress.tokens, False
         self.course = build_course(job, resume, last_step=self.last_step)
 
-        # Model, optimizer and checkpoint, then the measurements.
-        built = self.build_training(mesh, progress=progress, resume=resume)
-        self.asked = built.asked
-        freq = self.config.float8.log_numerics_freq
-        self.numerics = NumericsMonitor(self.model, built.linears, freq=freq, device=device)
-        self.metrics = build_metrics(
-            job, built.ledger, device=device, total_steps=self.last_step, progress=progress
+        # Model, optimizer and guard; the checkpoint, then the float8 scales of its weights.
+        self.built = build_model(job, self.groups.mesh, device=device)
+        self.model = self.built.model
+        self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
+        self.guard = build_guard(self.config.training, progress, self.groups, device=device)
+        self.checkpointer = build_checkpointer(
+            job, self.model, self.optimizer, mesh=self.groups.mesh, device=device, resume=resume
         )
+        update_scales(self.model, self.config.float8)
 
-        self.microbatches = build_microbatches(
-            job, built, mesh, device=device, timed=self.metrics.timed
+        # Measurements, and what runs the model under them.
+        freq = self.config.float8.log_numerics_freq
+        self.numerics = NumericsMonitor(self.model, self.built.linears, freq=freq, device=device)
+        self.metrics = build_metrics(
+            job, self.built.ledger, device=device, total_steps=self.last_step, progress=progress
         )
-        self.samples = Samples(job, tokenizer, self.model, stages=self.stage_group, device=device)
-        watchdog.stages = built.indices if job.degrees.pp > 1 else ()
+        self.microbatches = build_microbatches(
+            job, self.built, self.groups.mesh, device=device, timed=self.metrics.timed
+        )
+        self.samples = Samples(job, tokenizer, self.model, stages=self.groups.stages, device=device)
+        watchdog.stages = self.built.indices if job.degrees.pp > 1 else ()
 
         # Prefetch batches from here on. Keep the random state with which training starts.
         self.generators = random_state(device)
         ahead = max(PREFETCHED, job.batch.grad_accum_steps)
         self.prefetched = Prefetcher(self.batches, device=device, ahead=ahead)
-
-    def build_training(
-        self, mesh: DeviceMesh, *, progress: TrainingProgress, resume: Resume | None
-    ) -> BuiltModel:
-        """Build and load model, optimizer and guard."""
-        config = self.config
-        built = build_model(self.job, mesh, device=self.device)
-        self.model, self.shard_sequence = join_stages(built.stages), built.stages[0].shard_sequence
-        self.optimizer = build_optimizer(self.model.parameters(), config.optimizer)
-        self.guard = build_guard(config.training, progress, mesh, device=self.device)
-
-        # Load the checkpoint, then compute the float8 scales of its weights.
-        self.checkpointer = build_checkpointer(
-            self.job, self.model, self.optimizer, mesh=mesh, device=self.device, resume=resume
-        )
-        update_scales(self.model, config.float8)
-        return built
 
     def train(self) -> str | None:
         """Train to the last step. Return the signal or time limit that stopped the run, if any."""
@@ -188,7 +169,7 @@ class Trainer:
             self.metrics.log_numerics(step, self.numerics.figures())
         if isinstance(observer, StepObserver):
             strict = config.debug.deterministic
-            observer.report(self.model, self.asked, step=step, deterministic=strict)
+            observer.report(self.model, self.built.asked, step=step, deterministic=strict)
         self.step, self.generators = step, random_state(self.device)
 
         # Validation and checkpoint. A step's record is on disk before its checkpoint.
@@ -228,13 +209,16 @@ class Trainer:
 
         # Clip the gradients while ranks exchange losses and lengths of documents.
         self.watchdog.at(step, "optimizer")
-        take_losses, take_squares = start_all_gather(loss, self.loss_group), None
+        take_losses, take_squares = start_all_gather(loss, self.groups.losses), None
         if (bos_id := self.job.model_args.document_bos_id) is not None:
-            count = partial(document_squares, bos_id=bos_id, shard_sequence=self.shard_sequence)
+            part = self.built.shard_sequence
+            count = partial(
+                document_squares, bos_id=bos_id, shard_sequence=self.built.shard_sequence
+            )
             squares = torch.stack([count(tokens) for tokens, _ in batches])
-            take_squares = start_all_gather(squares, self.loss_group)
+            take_squares = start_all_gather(squares, self.groups.losses)
         grad_norm = clip_gradients(
-            self.model.parameters(), training.max_norm, stages=self.stage_group
+            self.model.parameters(), training.max_norm, stages=self.groups.stages
         )
         stage_losses = take_losses().view(degrees.pp, -1)  # [pp, dp * cp], 0 but for the last stage
         rank_losses = stage_losses.sum(0)
@@ -276,8 +260,16 @@ class Trainer:
                 taken = list(itertools.islice(batches, self.job.batch.grad_accum_steps))
         except RunError as caught:
             error = caught
+        self.agree_to_go_on(error)
+        self.watchdog.at(self.step + 1, "forward and backward")
+        return [
+            (tokens.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
+            for tokens, labels in taken
+        ]
 
-        # All ranks agree whether to continue, so that none waits for a rank that has left.
+    def agree_to_go_on(self, error: RunError | None) -> None:
+        """Let all ranks agree whether to go on, so that none waits for one that has left. Note
+        whether one is asked to save."""
         self.watchdog.at(self.step + 1, "agreement")
         max_skips = self.config.training.max_consecutive_skips
         error = error or self.checkpointer.failure() or self.metrics.skips.error(max_skips)
@@ -290,11 +282,6 @@ class Trainer:
         self.save_wanted |= save
         if stop:
             raise Stopped(self.watchdog.stop_cause(stop))
-        self.watchdog.at(self.step + 1, "forward and backward")
-        return [
-            (tokens.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
-            for tokens, labels in taken
-        ]
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
@@ -308,7 +295,7 @@ class Trainer:
             batches = iter(self.validation_batches)
             while taken := self.next_batches(batches):
                 loss += self.microbatches.evaluate(taken, scale=1 / tokens)
-            dist.all_reduce(loss, group=self.loss_group)
+            dist.all_reduce(loss, group=self.groups.losses)
             self.watchdog.at(step, "samples")
             samples = self.samples.make()
         self.metrics.write_scalars(step, {"validation_loss": loss.item()})
