@@ -212,9 +212,7 @@ class Trainer:
         take_losses, take_squares = start_all_gather(loss, self.groups.losses), None
         if (bos_id := self.job.model_args.document_bos_id) is not None:
             part = self.built.shard_sequence
-            count = partial(
-                document_squares, bos_id=bos_id, shard_sequence=self.built.shard_sequence
-            )
+            count = partial(document_squares, bos_id=bos_id, shard_sequence=part)
             squares = torch.stack([count(tokens) for tokens, _ in batches])
             take_squares = start_all_gather(squares, self.groups.losses)
         grad_norm = clip_gradients(
