@@ -32,6 +32,7 @@ from torchtitan_lite.base.errors import (
 )
 from torchtitan_lite.base.files import allow_open_files, own_sources
 from torchtitan_lite.base.logger import init_logger, logger
+from torchtitan_lite.catalog.run_files import RECORDS, WRITERS
 from torchtitan_lite.checkpoint.folders import committed_steps, hf_folder, remove_drafts
 from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.manifest import installed_versions
@@ -196,15 +197,12 @@ def check_same_sources(before: Status | None) -> None:
 
 def run_entries(config: Config) -> list[str]:
     """Return the names of the files and folders that this run writes in its run folder."""
+    metrics = config.metrics
     return [
-        "metrics.jsonl",
-        "validation.jsonl",
-        "numerics.jsonl",
-        "samples.jsonl",
+        *(f"{record}.jsonl" for record in RECORDS),
         "peaks.json",
-        "wandb",
+        *(metrics.folder_of(writer) for writer in WRITERS),
         config.checkpoint.folder,
-        config.metrics.save_tb_folder,
         config.profiling.save_traces_folder,
         config.profiling.save_memory_snapshot_folder,
         config.comm.save_traces_folder,

@@ -1,8 +1,11 @@
-"""A record, figures of casts and a summary to hand to writers."""
+"""A run, a record, figures of casts and a summary to hand to writers."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.metrics.figures import StepRecord, Summary
+from torchtitan_lite.metrics.values import WrittenRun
 
 RECORD = StepRecord(
     step=12, tokens=49152, epochs={"pystdlib": 0.75}, lr=8e-4, skipped_steps=0, time=1.7e9,
@@ -35,3 +38,10 @@ SUMMARY = Summary(
     mfu=41.0,
     times_s={"training": 15.0},
 )
+
+
+def written_run(folder: Path, **changes: Any) -> WrittenRun:
+    """A new run on rank 0, which writes no more than its metrics."""
+    run: dict[str, Any] = {"rank": 0, "total_steps": 30, "resume_step": 0, "records": ["metrics"]}
+    run |= {"config_toml": "[training]\nseq_len = 64\n", "changes_toml": ""}
+    return WrittenRun(folder=folder, **(run | {"hparams": {"flavor": "8B"}} | changes))

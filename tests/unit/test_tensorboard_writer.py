@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_records import NUMERICS, RECORD, SUMMARY, WEIGHT
+from sample_records import NUMERICS, RECORD, SUMMARY, WEIGHT, written_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
@@ -50,9 +50,8 @@ FINAL = {"loss": 5.25, "validation_loss": 5.75, "median_tps": 2340.5, "median_mf
 
 def open_writer(folder: Path, **options) -> TensorBoardWriter:
     """Open the writer of a new run, unless `options` say otherwise."""
-    texts = {"config_toml": CONFIG_TOML, "changes_toml": CHANGES_TOML}
-    defaults = {"resume_step": 0, "numerics": False, "hparams": HPARAMS, **texts}
-    return TensorBoardWriter(folder, **(defaults | options))
+    texts = {"config_toml": CONFIG_TOML, "changes_toml": CHANGES_TOML, "hparams": HPARAMS}
+    return TensorBoardWriter(written_run(folder, **(texts | options)), folder="", own="")
 
 
 def write_steps(writer: TensorBoardWriter, steps: range) -> None:
@@ -139,7 +138,7 @@ def test_samples_are_on_the_text_page(tmp_path):
 
 
 def test_layout_draws_every_curve_of_a_page(tmp_path):
-    writer = open_writer(tmp_path, numerics=True)
+    writer = open_writer(tmp_path, records=["metrics", "numerics"])
     writer.write(replace(RECORD, mfu_fp8_peak=7.0, mfu_documents=30.5))
     writer.write_scalars(12, OUTSIDE)
     casts = dict.fromkeys(("input", "weight", "grad_output"), WEIGHT)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 from fake_wandb import Error, FakeWandb
-from sample_records import NUMERICS, RECORD, SUMMARY
+from sample_records import NUMERICS, RECORD, SUMMARY, written_run
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.metrics.wandb_writer import WandbWriter, check_wandb_installed
+from torchtitan_lite.metrics.wandb_writer import WandbWriter
+from torchtitan_lite.metrics.writers import check_writers_installed
 
 
 @pytest.fixture
@@ -23,7 +24,8 @@ def wandb(monkeypatch) -> FakeWandb:
 
 def open_writer(folder: Path) -> WandbWriter:
     hparams = {"float8": True, "dp_shard": 8}
-    return WandbWriter(folder, "", config_toml="[training]\nseq_len = 64\n", hparams=hparams)
+    run = written_run(folder, hparams=hparams)
+    return WandbWriter(run, folder="wandb", own="")
 
 
 # ----- WandbWriter -----
@@ -92,21 +94,21 @@ def test_a_run_that_cannot_start(tmp_path, wandb, monkeypatch):
         open_writer(tmp_path)
 
 
-def test_check_wandb_installed(monkeypatch, tmp_path):
+def test_check_writers_installed(monkeypatch, tmp_path):
     # Modules are looked for in one folder only.
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     importlib.invalidate_caches()
     wanted = MetricsConfig(enable_wandb=True)
-    check_wandb_installed(MetricsConfig())
+    check_writers_installed(MetricsConfig())
     with pytest.raises(ConfigError, match=r'enable_wandb = true .* install ".*\[wandb\]"'):
-        check_wandb_installed(wanted)
+        check_writers_installed(wanted)
 
     # wandb itself leaves a folder of its name.
     (tmp_path / "wandb").mkdir()
     importlib.invalidate_caches()
     with pytest.raises(ConfigError, match="is not installed"):
-        check_wandb_installed(wanted)
+        check_writers_installed(wanted)
     (tmp_path / "wandb/__init__.py").touch()
     importlib.invalidate_caches()
-    check_wandb_installed(wanted)
+    check_writers_installed(wanted)

@@ -12,7 +12,7 @@ from unittest.mock import DEFAULT, Mock
 
 import pytest
 from fake_wandb import FakeWandb
-from sample_records import NUMERICS, RECORD, SUMMARY
+from sample_records import NUMERICS, RECORD, SUMMARY, written_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtitan_lite.base.errors import ConfigError
@@ -34,11 +34,7 @@ LINE = (
 
 def build(folder: Path, metrics: MetricsConfig | None = None, **options):
     """Build the writers of rank 0 of a new run, unless `options` say otherwise."""
-    run = {"rank": 0, "total_steps": 30, "resume_step": 0, "contents": ["metrics"]}
-    texts = {"config_toml": "[training]\nseq_len = 64\n", "changes_toml": ""}
-    hparams = {"flavor": "8B"}
-    metrics = metrics or MetricsConfig()
-    return build_writers(metrics, dump_folder=folder, hparams=hparams, **texts, **(run | options))
+    return build_writers(metrics or MetricsConfig(), written_run(folder, **options))
 
 
 def read_lines(path) -> list[dict]:
@@ -262,7 +258,7 @@ def test_numerics_jsonl_exists_where_it_is_written_and_an_old_one_is_cut(tmp_pat
     if left:
         path.write_text('{"step": 10}\n{"step": 20}\n')
     contents = ["metrics", "numerics"] if numerics else ["metrics"]
-    for writer in build(tmp_path, contents=contents, resume_step=10):
+    for writer in build(tmp_path, records=contents, resume_step=10):
         writer.close(None)
     assert path.exists() is (numerics or left) and not (tmp_path / "samples.jsonl").exists()
     assert not left or path.read_text() == '{"step": 10}\n'

@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.recipes import RECIPES, Recipe
+from torchtitan_lite.catalog.run_files import RUN_FILES
 
 from .arithmetic import (
     multiples_near,
@@ -25,10 +26,6 @@ from .arithmetic import (
 from .keys import show
 from .pipeline import check_pipeline, check_stages
 from .sections import Config, LRSchedulerConfig
-
-RUN_FILES = {"config.toml", "metrics.jsonl", "validation.jsonl", "numerics.jsonl", "samples.jsonl"}
-RUN_FILES |= {"peaks.json", "status.json", ".lock", "logs", "previous", "wandb"}
-"""Names in the run folder that every run uses and that no key can choose."""
 
 
 def check_config(config: Config, *, world_size: int, unsound: Collection[str] = ()) -> list[str]:

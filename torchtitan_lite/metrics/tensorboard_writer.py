@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .figures import CAST_CHARTS, CHARTS, FIGURES, OUTCOME, Summary, Writer, figure_of
+from .values import WrittenRun
 
 OVERVIEW = ("loss", "validation_loss", "tps", "mfu")
 """Figures of the first group of cards. TensorBoard sorts groups by name, capital letters first, so
@@ -34,47 +35,40 @@ class TensorBoardWriter(Writer):
 
     spare = "TensorBoard"
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        resume_step: int,
-        config_toml: str,
-        changes_toml: str,
-        hparams: Mapping[str, bool | float | str],
-        numerics: bool,
-    ) -> None:
+    def __init__(self, run: WrittenRun, *, folder: str, own: str) -> None:
+        """`folder` is in the run folder, `own` a rank's folder in that, or ""."""
         # Slow to import, and needed only on the rank that writes.
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
         # TensorBoard reads the files of a folder in the order of their names.
-        is_resumed = any(folder.glob(EVENT_FILES))
-        folder.mkdir(parents=True, exist_ok=True)
+        path = run.folder / folder / own
+        is_resumed = any(path.glob(EVENT_FILES))
+        path.mkdir(parents=True, exist_ok=True)
         name = EVENT_FILES.replace("*", f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}")
-        self._file = (folder / name).open("wb")
+        self._file = (path / name).open("wb")
         self._records = RecordWriter(self._file)
         self._write_event(file_version="brain.Event:2")
-        # An earlier process may have trained past `resume_step`: TensorBoard drops those points.
+        # An earlier process may have trained past that step: TensorBoard drops those points.
         purge = SessionLog(status=SessionLog.START)
-        self._write_event(step=resume_step + 1, session_log=purge)
+        self._write_event(step=run.resume_step + 1, session_log=purge)
 
         # torch would write a bool as 0 or 1.
         shown = {
             name: str(value).lower() if isinstance(value, bool) else value
-            for name, value in hparams.items()
+            for name, value in run.hparams.items()
         }
         outcome = dict.fromkeys(f"z_final/{name}" for name in OUTCOME)
         experiment, session, self._session_end = summary.hparams(shown, outcome)
         if not is_resumed:
-            _show_first(experiment, list(hparams)[:SHOWN_HPARAMS])
+            _show_first(experiment, list(run.hparams)[:SHOWN_HPARAMS])
             config = summary.text(
                 "config",
-                f"Differs from the defaults:\n\n```toml\n{changes_toml}\n```\n\n"
-                f"All keys:\n\n```toml\n{config_toml}\n```",
+                f"Differs from the defaults:\n\n```toml\n{run.changes_toml}\n```\n\n"
+                f"All keys:\n\n```toml\n{run.config_toml}\n```",
             )
-            pages = summary.custom_scalars(_layout(numerics=numerics))
+            pages = summary.custom_scalars(_layout(numerics="numerics" in run.records))
             for first in (pages, config, experiment, session):
                 self._write_event(summary=first)
 

@@ -2,29 +2,17 @@
 
 import os
 from collections.abc import Mapping
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml
-from torchtitan_lite.config import MetricsConfig
 
 from .figures import StepRecord, Summary, Writer, figure_of
+from .values import WrittenRun
 
 UPLOAD_TIMEOUT_S = 60.0
 """Longest wait for wandb's server at the end of a run, while devices idle. Data that is not
 uploaded by then stays in the run folder."""
-
-
-def check_wandb_installed(metrics: MetricsConfig) -> None:
-    """Raise ConfigError if wandb is enabled and not installed."""
-    # wandb creates a folder "wandb" where it runs, which Python finds as a namespace package.
-    if metrics.enable_wandb and getattr(find_spec("wandb"), "origin", None) is None:
-        raise ConfigError(
-            "[metrics] enable_wandb = true needs wandb, which is not installed: "
-            'pip install "torchtitan-lite[wandb]", or set it to false.'
-        )
 
 
 class WandbWriter(Writer):
@@ -36,33 +24,26 @@ class WandbWriter(Writer):
 
     spare = "wandb"
 
-    def __init__(
-        self,
-        dump_folder: Path,
-        own: str,
-        *,
-        config_toml: str,
-        hparams: Mapping[str, bool | float | str],
-    ) -> None:
+    def __init__(self, run: WrittenRun, *, folder: str, own: str) -> None:
         """Open the run in project $WANDB_PROJECT. It is named after the run folder, its group after
         the folder above; a rank's run after its `own` folder, its group after the run. $WANDB_NAME
         and $WANDB_RUN_GROUP take precedence. Raises ConfigError without a login or network."""
         import wandb  # slow, and optional
 
-        run = dump_folder.absolute()
-        name, group = (f"{run.name}/{own}", run.name) if own else (run.name, run.parent.name)
-        folder = dump_folder / "wandb" / own if own else dump_folder
-        id_file = folder / "wandb" / "run_id"
+        path = run.folder.absolute()
+        name, group = (f"{path.name}/{own}", path.name) if own else (path.name, path.parent.name)
+        parent = run.folder / folder / own if own else run.folder  # wandb adds its folder
+        id_file = parent / "wandb" / "run_id"
         id_file.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "torchtitan_lite"),
                 name=os.environ.get("WANDB_NAME", name),
                 group=os.environ.get("WANDB_RUN_GROUP", group),
-                dir=str(folder),
+                dir=str(parent),
                 id=id_file.read_text(errors="replace") if id_file.is_file() else None,
                 resume="allow",
-                config=parse_toml(config_toml.encode()) | {"hparams": dict(hparams)},
+                config=parse_toml(run.config_toml.encode()) | {"hparams": dict(run.hparams)},
                 settings={"finish_timeout": UPLOAD_TIMEOUT_S},
             )
         except wandb.Error as error:

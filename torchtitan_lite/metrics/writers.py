@@ -7,11 +7,11 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,10 +20,12 @@ from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import read_lines, strict_json
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.terminal import clean
+from torchtitan_lite.catalog.run_files import RECORDS, Record
 from torchtitan_lite.config import MetricsConfig
 
 from .figures import FINAL_STEPS, STEP_FIGURES, CastErrors, StepRecord, Summary, Writer
 from .tensorboard_writer import TensorBoardWriter
+from .values import WrittenRun
 from .wandb_writer import WandbWriter
 
 COLORS = (31, 32, 33, 34, 35, 36)
@@ -32,64 +34,50 @@ PREFIX_COLUMNS = len("[rank0] 00:00:00 ")
 """Of the launcher and the logger, before each line of the console."""
 DROPPED = ("data_time_pct", "memory_gib", "grad_norm", "tflops")
 """Figures that are left out, in this order, of a line that is longer than a terminal is wide."""
-Content = Literal["metrics", "validation", "numerics", "samples"]
-"""Of a file of JSON lines: records of steps, losses of validations, errors of casts to float8, or
-texts of the model."""
+CURVE_WRITERS: dict[str, type[TensorBoardWriter | WandbWriter]] = {
+    writer.spare: writer for writer in (TensorBoardWriter, WandbWriter)
+}
+"""The classes of catalog.run_files.WRITERS, by name."""
 
 
-def build_writers(
-    metrics: MetricsConfig,
-    *,
-    dump_folder: Path,
-    rank: int,
-    total_steps: int,
-    resume_step: int,
-    config_toml: str,
-    changes_toml: str,
-    hparams: Mapping[str, bool | float | str],
-    contents: Collection[Content],
-) -> list[Writer]:
-    """Open a rank's writers, to continue after `resume_step` (0: a new run).
-
-    `changes_toml` has the keys that differ from the defaults. `hparams` are the values by which
-    runs are compared; each run has the same names. `contents` are those of the files of JSON lines
-    that the run writes. Raises ConfigError if wandb cannot start, or if a writer needs a file where
-    there is a folder, or the reverse."""
-    tb = dump_folder / metrics.save_tb_folder
-    files: dict[Content, Path] = {name: dump_folder / f"{name}.jsonl" for name in get_args(Content)}
+def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
+    """Open a rank's writers. Raises ConfigError if one cannot start, or if a writer needs a file
+    where there is a folder, or the reverse."""
+    files: dict[Record, Path] = {name: run.folder / f"{name}.jsonl" for name in RECORDS}
     for path in files.values():
         _check_kind(path, "file")
-    for path in [tb] * metrics.enable_tensorboard + [dump_folder / "wandb"] * metrics.enable_wandb:
-        _check_kind(path, "folder")
+    for row in metrics.writers:
+        _check_kind(run.folder / metrics.folder_of(row), "folder")
 
     writers: list[Writer] = []
-    if rank == 0:
+    if run.rank == 0:
         color = wants_color(disabled=metrics.disable_color_printing)
         columns = shutil.get_terminal_size((0, 0)).columns or None if on_terminal() else None
-        writers.append(ConsoleWriter(total_steps=total_steps, color=color, columns=columns))
+        writers.append(ConsoleWriter(total_steps=run.total_steps, color=color, columns=columns))
         # An existing file is cut at the resumed step, even if this run writes nothing into it.
-        for content, path in files.items():
-            if content in contents or path.exists():
-                writers.append(JsonlWriter(path, resume_step=resume_step, content=content))
+        for record, path in files.items():
+            if record in run.records or path.exists():
+                writers.append(JsonlWriter(path, resume_step=run.resume_step, record=record))
 
     # Curves, of each rank in a folder of its own or of rank 0 alone.
-    own = f"rank_{rank}" if metrics.save_for_all_ranks else ""
-    if metrics.enable_tensorboard:
-        with _left_out_if_broken(TensorBoardWriter.spare):
-            tensorboard = TensorBoardWriter(
-                tb / own,
-                resume_step=resume_step,
-                config_toml=config_toml,
-                changes_toml=changes_toml,
-                hparams=hparams,
-                numerics="numerics" in contents,
-            )
-            writers.append(tensorboard)
-    if metrics.enable_wandb:
-        with _left_out_if_broken(WandbWriter.spare):
-            run = WandbWriter(dump_folder, own, config_toml=config_toml, hparams=hparams)
-            writers.append(run)
+    own = f"rank_{run.rank}" if metrics.save_for_all_ranks else ""
+    for row in metrics.writers:
+        try:
+            writers.append(CURVE_WRITERS[row.name](run, folder=metrics.folder_of(row), own=own))
+        except OSError as error:
+            warn_left_out(row.name, error)
     return writers
+
+
+def check_writers_installed(metrics: MetricsConfig) -> None:
+    """Raise ConfigError if a writer is turned on whose package is not installed."""
+    # wandb creates a folder "wandb" where it runs, which Python finds as a namespace package.
+    for row in metrics.writers:
+        if row.package and getattr(find_spec(row.package), "origin", None) is None:
+            raise ConfigError(
+                f"[metrics] {row.key} = true needs {row.package}, which is not installed: "
+                f'pip install "torchtitan-lite[{row.package}]", or set it to false.'
+            )
 
 
 def _check_kind(path: Path, kind: str) -> None:
@@ -98,15 +86,6 @@ def _check_kind(path: Path, kind: str) -> None:
             f"{path} is not a {kind}, and a run keeps one there; move it elsewhere, or name "
             "another [job] dump_folder."
         )
-
-
-@contextmanager
-def _left_out_if_broken(name: str) -> Iterator[None]:
-    """Log an OSError instead of raising it."""
-    try:
-        yield
-    except OSError as error:
-        warn_left_out(name, error)
 
 
 def warn_left_out(name: str, error: Exception) -> None:
@@ -200,31 +179,31 @@ def wants_color(*, disabled: bool) -> bool:
 class JsonlWriter(Writer):
     """A file with lines of strict JSON."""
 
-    def __init__(self, path: Path, *, resume_step: int, content: Content = "metrics") -> None:
+    def __init__(self, path: Path, *, resume_step: int, record: Record = "metrics") -> None:
         """Open `path`, and drop unfinished lines and lines after `resume_step`. The file is
         replaced atomically, so that a crash loses nothing."""
         lines = read_lines(path) if path.exists() else ()
-        kind = _LossLine if content == "metrics" else _Line
+        kind = _LossLine if record == "metrics" else _Line
         kept = [line.rstrip() + b"\n" for line in lines if _step_of(line, kind) <= resume_step]
         replace_file(path, b"".join(kept))
         self._file = path.open("a", buffering=1)
-        self._content = content
+        self._record = record
 
     def write(self, record: StepRecord) -> None:
-        if self._content == "metrics":
+        if self._record == "metrics":
             self._append(record.to_json())
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self._content == "validation" and "validation_loss" in scalars:
+        if self._record == "validation" and "validation_loss" in scalars:
             loss = scalars["validation_loss"]
             self._append({"step": step, "time": time.time(), "validation_loss": loss})
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
-        if self._content == "numerics":
+        if self._record == "numerics":
             self._append({"step": step, "time": time.time(), "kinds": casts})
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        for sample in samples if self._content == "samples" else ():
+        for sample in samples if self._record == "samples" else ():
             self._append({"step": step, "time": time.time(), **sample})
 
     def _append(self, fields: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ import torch
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.run_files import WRITERS
 from torchtitan_lite.checkpoint.folders import naming, step_folders
 from torchtitan_lite.checkpoint.hf_folder import HfReader, model_settings
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress, read_manifest
@@ -58,7 +59,7 @@ ONE_PROCESS = {
     "checkpoint.load_only": "true",
     "checkpoint.last_save_in_hf": "false",
     "checkpoint.initial_load_in_hf": "false",
-    "metrics.enable_wandb": "false",
+    **{f"metrics.{writer.key}": "false" for writer in WRITERS},
     "validation.enable": "true",
 }
 """Values of a run's config that an evaluation replaces."""

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.run_files import Record
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
@@ -36,7 +37,8 @@ from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.stages import StageTimes
-from torchtitan_lite.metrics.writers import Content, build_writers, last_losses
+from torchtitan_lite.metrics.values import WrittenRun
+from torchtitan_lite.metrics.writers import build_writers, last_losses
 from torchtitan_lite.parallel.mesh import Groups
 
 from .optim import UpdateGuard
@@ -241,28 +243,24 @@ def build_metrics(
     logger.info(peaks := find_peaks(device, config.metrics, precisions=precisions, file=file))
 
     # If a rank cannot open its files, all ranks end.
-    contents: dict[Content, bool] = {
+    records: dict[Record, bool] = {
         "metrics": True,
         "validation": config.validation.enable,
         "numerics": config.float8.log_numerics_freq > 0,
         "samples": bool(config.validation.prompts),
     }
-    writers: list[Writer] = []
-    writing_ranks(config.metrics)(
-        lambda: writers.extend(
-            build_writers(
-                config.metrics,
-                dump_folder=job.folder,
-                rank=dist.get_rank(),
-                total_steps=total_steps,
-                resume_step=progress.step,
-                config_toml=job.to_toml(),
-                changes_toml=dump_config(config, changes_only=True),
-                hparams=job.hparams(),
-                contents=[content for content, written in contents.items() if written],
-            )
-        )
+    run = WrittenRun(
+        folder=job.folder,
+        rank=dist.get_rank(),
+        total_steps=total_steps,
+        resume_step=progress.step,
+        config_toml=job.to_toml(),
+        changes_toml=dump_config(config, changes_only=True),
+        hparams=job.hparams(),
+        records=[record for record, written in records.items() if written],
     )
+    writers: list[Writer] = []
+    writing_ranks(config.metrics)(lambda: writers.extend(build_writers(config.metrics, run)))
     metrics = MetricsProcessor(
         log_freq=config.metrics.log_freq,
         ledger=ledger,
