@@ -23,9 +23,8 @@ OF_A_JOB = re.compile(
 """Names of the variables that describe a process of a job."""
 
 
-def main(*command: str) -> None:
-    """Run `command` and the words of the command line, and exit with the exit code."""
-    sys.argv[1:1] = command
+def main() -> None:
+    """Run the words of the command line, and exit with the exit code."""
     if sys.argv[1:2] == ["train"]:
         os.environ.setdefault("LAUNCHED_AS", f"{PROGRAM} train")
     else:

@@ -35,7 +35,6 @@ from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.metrics.hardware import peak_memory_gib, synchronize
 from torchtitan_lite.models.loss import CrossEntropy
 
-PREPARE = Path(__file__).parents[1] / "prepare_data.py"
 LOSSES = ("plain", "ours, eager", "ours, compiled")
 ONLY_TRAIN = ("--validation.enable=false", "--training.epochs=", "--metrics.log_freq=1")
 
@@ -132,10 +131,9 @@ def report_data(options: argparse.Namespace, overrides: list[str]) -> None:
         stores = (Path(name) / str(number) for number in range(options.pairs))
 
         def make() -> None:
-            words = ["make", options.source, str(next(stores))]
-            subprocess.run(
-                [sys.executable, str(PREPARE), *words], check=True, stdout=subprocess.DEVNULL
-            )
+            words = ["data", "make", options.source, str(next(stores))]
+            command = [sys.executable, "-m", "torchtitan_lite", *words]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
         made, alone = measure_pairs(
             lambda: seconds_of(make),

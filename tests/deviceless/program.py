@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed.pipelining.stage as pipeline_stage
-import torchtitan_lite.bench
 from autotuning import take_first_configurations
 from fake_gpu import WAITS, count_calls
 from running import FLAVORS_OF_TESTS
@@ -28,6 +27,7 @@ from torchtitan_lite.checkpoint import checkpointer
 from torchtitan_lite.metrics.values import StepValues
 from torchtitan_lite.models import init
 from torchtitan_lite.models.generate import Sampling
+from torchtitan_lite.tools import bench
 from torchtitan_lite.training.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts/benchmarks"))
@@ -61,7 +61,7 @@ def note_waits() -> None:
 
 
 # The benchmark's rows run this program too.
-torchtitan_lite.tools.bench.TRAIN = (str(Path(__file__).resolve()), "train")
+bench.TRAIN = (str(Path(__file__).resolve()), "train")
 FLAVORS.update(FLAVORS_OF_TESTS)
 torch.backends.cuda.enable_cudnn_sdp(False)
 init.all_finite = lambda tensor: True
@@ -76,7 +76,8 @@ if __name__ == "__main__":
         note_waits()
         train.main()
     elif name == "bench":
-        __main__.main("bench")
+        sys.argv.insert(1, name)
+        __main__.main()
     else:
         program = importlib.import_module(name)
         if name == "gpu_day":

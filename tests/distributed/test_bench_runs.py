@@ -1,4 +1,4 @@
-"""The benchmark's own runs, on CPU: scripts/bench.py as a user starts it."""
+"""The benchmark's own runs, on CPU: the command as a user starts it."""
 
 import json
 import signal
@@ -11,7 +11,7 @@ import pytest
 import warm
 from launching import ENV, ROOT
 
-QUICK = ["scripts/bench.py", "--quick", "--only", "eager"]
+QUICK = ["-m", "torchtitan_lite", "bench", "--quick", "--only", "eager"]
 FIGURES = ("tps", "tflops", "mfu", "mfu_achievable", "memory_gib", "step_time_s")
 
 pytestmark = pytest.mark.timeout(240)

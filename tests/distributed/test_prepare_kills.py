@@ -15,7 +15,7 @@ KILLS = 20
 COMMAND = (
     "from torchtitan_lite.data import prepare, rows, sources; "
     "prepare.BATCH_BYTES = 20_000; sources.CHUNK_BYTES = 60_000; rows.PART_BYTES = 1_000; "
-    "from torchtitan_lite.__main__ import main; main('data')"
+    "from torchtitan_lite.__main__ import main; main()"
 )
 """torchtitan-lite data, but with chunks and batches so small that it can be killed between many
 of them."""
@@ -23,7 +23,7 @@ of them."""
 
 def start(corpus: Path, store: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", COMMAND, "make", str(corpus), str(store)],
+        [sys.executable, "-c", COMMAND, "data", "make", str(corpus), str(store)],
         cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

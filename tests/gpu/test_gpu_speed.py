@@ -95,7 +95,7 @@ def test_compiled_float8_takes_less_memory_by_a_budget(tmp_path: Path) -> None:
 # ----- bench -----
 def test_the_quick_benchmark_measures_all_of_its_rows(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    command = [sys.executable, "scripts/bench.py", "--quick", "--out", str(out)]
+    command = [sys.executable, "-m", "torchtitan_lite", "bench", "--quick", "--out", str(out)]
     result = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(out.read_text())

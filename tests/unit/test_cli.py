@@ -99,12 +99,6 @@ def test_check_reports_every_error_or_the_layout_without_torch(tmp_path):
         assert found.returncode == code and re.match(pattern, found.stderr + found.stdout), found
 
 
-def test_a_script_is_the_same_as_its_command():
-    script = [sys.executable, str(ROOT / "scripts/plan.py"), "--help"]
-    result = subprocess.run(script, cwd="/", capture_output=True, text=True)
-    assert result.stdout == build_parser("plan").format_help()
-
-
 # ----- split_keys, Parser, find_config -----
 
 

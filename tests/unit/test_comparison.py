@@ -13,6 +13,7 @@ import pytest
 from sample_records import RECORD
 
 from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.cli import run_command
 from torchtitan_lite.tools.comparison import compare, format_comparison, format_runs, read_runs
 
 ROOT = Path(__file__).parents[2]
@@ -233,20 +234,14 @@ def test_two_different_runs_are_needed(runs: list[Path], chosen: list[int]) -> N
         read_runs([runs[index] for index in chosen])
 
 
-# ----- compare_runs.py -----
+# ----- compare, the command -----
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [(["--last", "2"], 0, ""), (["--last", "0"], 2, "--last 0 must be at least 1")],
-)
-def test_the_script(runs: list[Path], words: list[str], code: int, message: str) -> None:
-    command = [sys.executable, "scripts/compare_runs.py", *map(str, runs), *words]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.returncode == code and message in result.stderr
-    assert len(result.stderr.splitlines()) == (1 if message else 0)
-    printed = "" if message else f"{format_comparison(read_runs(runs), last=2)}\n"
-    assert result.stdout == printed
+def test_the_command(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    run_command(["compare", *map(str, runs), "--last", "2"])
+    assert capsys.readouterr() == (f"{format_comparison(read_runs(runs), last=2)}\n", "")
+    with pytest.raises(ConfigError, match="^--last 0 must be at least 1$"):
+        run_command(["compare", *map(str, runs), "--last", "0"])
 
 
 def test_comparison_imports_no_torch() -> None:

@@ -807,7 +807,7 @@ def test_refusals(words, message, monkeypatch):
         run_command(["plan", *CONFIG, *shlex.split(words)])
 
 
-# ----- cli, plan.py -----
+# ----- cli, plan -----
 
 
 @pytest.mark.slow

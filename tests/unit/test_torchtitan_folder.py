@@ -201,7 +201,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.checkpoint.torchtitan_folder import load_torchtitan
-from torchtitan_lite.models.flavors import ModelArgs
+from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import Transformer
 
 assert "torchao" not in sys.modules

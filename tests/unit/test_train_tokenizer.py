@@ -1,16 +1,12 @@
 """Training a tokenizer: its model, its errors, and the command."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.cli import run_command
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.data.train_tokenizer import train_tokenizer
 
-ROOT = Path(__file__).parents[2]
 TEXTS = [
     "def f(x):\n\treturn x + 1\n",
     "class A:\n    value = 1234\n",
@@ -71,12 +67,11 @@ def test_an_error_of_the_documents_stays_itself(tmp_path):
         train_tokenizer(documents(), vocab_size=300, output=tmp_path / "m")
 
 
-# ----- tokenizer, train_tokenizer.py -----
+# ----- tokenizer, the command -----
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "scripts/train_tokenizer.py", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def run(*arguments: object) -> None:
+    run_command(["tokenizer", *map(str, arguments)])
 
 
 @pytest.fixture
@@ -86,29 +81,30 @@ def rows(tmp_path):
     return path
 
 
-def test_model_from_rows(rows, tmp_path):
+def test_model_from_rows(rows, tmp_path, capfd):
     output = tmp_path / "t.model"
     arguments = ("--source", rows, "--text-field", "body", "--vocab-size", 280, "--output", output)
-    result = run(*arguments)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout == f"{output}: 280 ids, {output.stat().st_size} bytes\n"
+    run(*arguments)
+    printed = f"{output}: 280 ids, {output.stat().st_size} bytes\n"
+    assert capfd.readouterr() == (printed, "")
     assert build_tokenizer(str(output)).vocab_size == 280
-    assert run(*arguments).returncode == 3
-    assert run(*arguments, "--force").returncode == 0
+    with pytest.raises(DataError, match="exists"):
+        run(*arguments)
+    run(*arguments, "--force")
 
 
 def test_default_is_the_standard_library_with_2256_ids(tmp_path):
-    assert run("--output", tmp_path / "t.model").returncode == 0
+    run("--output", tmp_path / "t.model")
     assert build_tokenizer(str(tmp_path / "t.model")).vocab_size == 2256
 
 
 @pytest.mark.parametrize(("words", "message"), [
     ("--source missing", "/missing: does not exist; name a folder, or a file of"),
     ("--vocab-size 9999 --text-field body", "--vocab-size = 9999 does not suit this text: "),
-    ("", "rows.jsonl, line 1: no field \"text\" among ['body']"),
+    ("", r"rows.jsonl, line 1: no field \"text\" among \['body'\]"),
 ])  # fmt: skip
-def test_errors_are_one_line_and_exit_3(rows, tmp_path, words, message):
-    result = run("--source", rows, "--output", tmp_path / "t.model", *words.split())
-    assert result.returncode == 3
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+def test_errors_are_one_line(rows, tmp_path, capfd, words, message):
+    with pytest.raises(DataError, match=message) as raised:
+        run("--source", rows, "--output", tmp_path / "t.model", *words.split())
+    assert "\n" not in str(raised.value)
+    assert capfd.readouterr() == ("", "")

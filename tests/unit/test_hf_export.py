@@ -203,7 +203,7 @@ def test_an_import_is_a_checkpoint_of_weights_alone(tmp_path, hf_dir, notices):
 MEMORY = """
 import re, sys
 from pathlib import Path
-from torchtitan_lite.convert_hf import export_hf, import_hf
+from torchtitan_lite.checkpoint.hf_export import export_hf, import_hf
 
 def peak(convert, source, target, **options):
     convert(source, target, **options)  # ru_maxrss would be that of the parent process, if larger
@@ -533,9 +533,3 @@ def test_convert(tmp_path, step_dir, notices):
     assert len(found) == 21 and {each.dtype for each in found} == {"bfloat16"}
     with pytest.raises(ConfigError, match="back exists"):
         run_command(["convert", "import", out, back])
-
-
-def test_script_convert_hf():
-    command = [sys.executable, str(ROOT / "scripts/convert_hf.py"), "import", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "hf_dir out_dir" in result.stdout

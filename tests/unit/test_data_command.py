@@ -1,18 +1,15 @@
-"""The command line of token stores, as users call it."""
+"""The command torchtitan-lite data, as users call it: token stores."""
 
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
 
-
-def prepare_data(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *map(str, arguments)]
+def data(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchtitan_lite", "data", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -23,19 +20,19 @@ def corpus(tmp_path):
     return path
 
 
-# ----- prepare_data -----
+# ----- data make, data verify, data inspect -----
 
 
 def test_from_text_to_a_window_and_to_damage(tmp_path, corpus):
     store = tmp_path / "store"
-    made = prepare_data("make", corpus, store, "--text-field", "body")
+    made = data("make", corpus, store, "--text-field", "body")
     assert made.returncode == 0, made.stderr
     assert "tokenized" in made.stderr
-    again = prepare_data("make", corpus, store, "--text-field", "body")
+    again = data("make", corpus, store, "--text-field", "body")
     assert (again.returncode, "is made already: 100 documents" in again.stdout) == (0, True)
-    verified = prepare_data("verify", store)
+    verified = data("verify", store)
     assert (verified.returncode, verified.stdout) == (0, f"{store}: every byte is as it was made\n")
-    inspected = prepare_data("inspect", store, "--seq-len", "32")
+    inspected = data("inspect", store, "--seq-len", "32")
     assert inspected.returncode == 0, inspected.stderr
     assert "in 100 documents" in inspected.stdout
     assert "'text number 0'\n'text number 1'" in inspected.stdout
@@ -43,7 +40,7 @@ def test_from_text_to_a_window_and_to_damage(tmp_path, corpus):
     # A damaged store is named.
     os.truncate(store / "tokens-00000.bin", 10)
     for command in ("verify", "inspect"):
-        result = prepare_data(command, store)
+        result = data(command, store)
         assert result.returncode == 3
         assert "tokens-00000.bin has 10 bytes, not " in result.stderr
         assert "Traceback" not in result.stderr
@@ -62,7 +59,7 @@ def test_from_text_to_a_window_and_to_damage(tmp_path, corpus):
 def test_bad_inputs(corpus, monkeypatch, words, exit_code, message):
     monkeypatch.chdir(corpus.parent)
     before = sorted(corpus.parent.rglob("*"))
-    result = prepare_data(*words.split())
+    result = data(*words.split())
     assert result.returncode == exit_code, result.stderr
     assert message in result.stderr
     assert "Traceback" not in result.stderr
@@ -79,9 +76,9 @@ def test_paths_and_letters_that_the_terminal_lacks(tmp_path, monkeypatch, encodi
     (texts / "b.jsonl").write_text("{")
     make = ("make", texts, store, "--skip-bad", 1)
     commands = (make, make, ("verify", store), ("inspect", store))
-    results = [prepare_data(*command) for command in commands]
+    results = [data(*command) for command in commands]
     assert [result.returncode for result in results] == [0] * 4, results
     assert not any("Error" in result.stderr for result in results)
     assert "'Gr" in results[3].stdout
-    missing = prepare_data("make", texts / os.fsdecode(b"\xfe"), store)
+    missing = data("make", texts / os.fsdecode(b"\xfe"), store)
     assert missing.returncode == 3 and "does not exist" in missing.stderr

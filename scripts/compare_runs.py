@@ -1,6 +1,0 @@
-"""The same as `torchtitan-lite compare`."""
-
-from torchtitan_lite.__main__ import main
-
-if __name__ == "__main__":
-    main("compare")
