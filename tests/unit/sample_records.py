@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_lite.metrics.figures import StepRecord, Summary
-from torchtitan_lite.metrics.values import WrittenRun
+from torchtitan_lite.metrics.written_run import WrittenRun
 
 RECORD = StepRecord(
     step=12, tokens=49152, epochs={"pystdlib": 0.75}, lr=8e-4, skipped_steps=0, time=1.7e9,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .figures import CAST_CHARTS, CHARTS, FIGURES, OUTCOME, Summary, Writer, figure_of
-from .values import WrittenRun
+from .written_run import WrittenRun
 
 OVERVIEW = ("loss", "validation_loss", "tps", "mfu")
 """Figures of the first group of cards. TensorBoard sorts groups by name, capital letters first, so

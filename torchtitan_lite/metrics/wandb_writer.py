@@ -8,7 +8,7 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml
 
 from .figures import StepRecord, Summary, Writer, figure_of
-from .values import WrittenRun
+from .written_run import WrittenRun
 
 UPLOAD_TIMEOUT_S = 60.0
 """Longest wait for wandb's server at the end of a run, while devices idle. Data that is not

@@ -25,8 +25,8 @@ from torchtitan_lite.config import MetricsConfig
 
 from .figures import FINAL_STEPS, STEP_FIGURES, CastErrors, StepRecord, Summary, Writer
 from .tensorboard_writer import TensorBoardWriter
-from .values import WrittenRun
 from .wandb_writer import WandbWriter
+from .written_run import WrittenRun
 
 COLORS = (31, 32, 33, 34, 35, 36)
 """ANSI codes of the foreground colours from red to cyan."""

@@ -37,8 +37,8 @@ from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.stages import StageTimes
-from torchtitan_lite.metrics.values import WrittenRun
 from torchtitan_lite.metrics.writers import build_writers, last_losses
+from torchtitan_lite.metrics.written_run import WrittenRun
 from torchtitan_lite.parallel.mesh import Groups
 
 from .optim import UpdateGuard
