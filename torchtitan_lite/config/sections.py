@@ -31,6 +31,7 @@ from .types import (
     Name,
     Names,
     NonNegative,
+    OptimizerName,
     PathName,
     PathOrEmpty,
     Positive,
@@ -91,7 +92,7 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["AdamW"] = "AdamW"
+    name: OptimizerName = "AdamW"
     """Optimizer."""
     lr: Annotated[float, Field(gt=0, le=10)] = 8e-4
     """Peak learning rate."""

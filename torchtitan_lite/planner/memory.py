@@ -45,7 +45,7 @@ def _moment(rank: Rank, name: str, *, gradients: int, buffers: int = 0, **parts:
         name,
         parameters,
         gradients,
-        optimizer_states=2 * parameters * rank.moment_width // rank.weight_width,
+        optimizer_states=parameters * rank.state_width // rank.weight_width,
         buffers=rotary_tables + buffers,
         **parts,
     )

@@ -281,8 +281,7 @@ def _plan_schedule(
 
     tokens_per_second = tps * job.degrees.world_size
     run_tokens = training.steps * tokens_per_step
-    weight_width, moment_width = state_widths(job.config)
-    checkpoint_bytes = (weight_width + 2 * moment_width) * meta.parameters
+    checkpoint_bytes = sum(state_widths(job.config)) * meta.parameters
     return {
         "origin": origin,
         **{name: getattr(at, name) for name in RATES},

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
+from torchtitan_lite.catalog.optimizers import OPTIMIZERS
 from torchtitan_lite.config import Config, Stages
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.parallel.one_rank import needs_no_fsdp
@@ -56,9 +57,10 @@ def has(job: Job, module: str) -> bool:
 
 
 def state_widths(config: Config) -> tuple[int, int]:
-    """Return the bytes of an element of weights, and of each of their two moments."""
-    dtype = config.training.dtype
-    return WIDTHS[dtype], WIDTHS[config.optimizer.state_dtype or dtype]
+    """Return the bytes of an element of weights, and of the optimizer's state of it."""
+    dtype, optimizer = config.training.dtype, config.optimizer
+    moments = OPTIMIZERS[optimizer.name].moments
+    return WIDTHS[dtype], moments * WIDTHS[optimizer.state_dtype or dtype]
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ class Rank:
         self.float8_linears = BLOCK_LINEARS.keys() & float8_linears
         self.float8_output = OUTPUT in float8_linears
 
-        # Bytes of an element of weights, moments, the compute type, and gradients being reduced.
-        self.weight_width, self.moment_width = state_widths(config)
+        # Bytes of an element of weights, their state, the compute type, and gradients being reduced.
+        self.weight_width, self.state_width = state_widths(config)
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 

@@ -269,9 +269,10 @@ class Roofline:
 
     def optimizer(self, parameters: int) -> Cost:
         """Cost of clipping and AdamW on a rank's `parameters`: a weight is read and written, its
-        gradient read three times and written once, and each moment read and written."""
-        weight, moment = state_widths(self.job.config)
-        return self.move((6 * weight + 4 * moment) * parameters, 37)
+        gradient read three times and written once, and the optimizer's state read and
+        written."""
+        weight, state = state_widths(self.job.config)
+        return self.move((6 * weight + 2 * state) * parameters, 37)
 
     def gather_copies(self, group: Group) -> Cost:
         """Cost of the copies around a gather of `group`, in bytes of the whole and of a shard. One
