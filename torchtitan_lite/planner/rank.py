@@ -97,7 +97,7 @@ class Rank:
         self.float8_linears = BLOCK_LINEARS.keys() & float8_linears
         self.float8_output = OUTPUT in float8_linears
 
-        # Bytes of an element of weights, their state, the compute type, and gradients being reduced.
+        # Bytes of an element of weights, their state, the compute type, and reduced gradients.
         self.weight_width, self.state_width = state_widths(config)
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
