@@ -282,6 +282,7 @@ def test_a_regression_ends_the_command_with_1(tmp_path, capsys, results) -> None
     [
         (["--device", "H200"], '--device "H200" is for --dry-run'),
         (["--tolerance", "3"], "--tolerance 3 needs --check"),
+        (["--budget", "nan"], "--budget nan must be a number of seconds above 0"),
         (["--check", "x", "--tolerance", "100"], "--tolerance 100 .* at least 0 and below 100"),
         (["--dry-run", "--out", "x"], "--out and --check need rows that run"),
         (["--out", "/no/such/folder/x"], "there is no folder /no/such/folder"),

@@ -81,7 +81,7 @@ def test_check_compiler_names_a_variable_that_turns_it_off(monkeypatch: pytest.M
 def test_check_ranks_starts_two_that_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.match(r"two met by gloo in \d", CHECK_RANKS())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none")
-    with pytest.raises(Exception, match="none"):
+    with pytest.raises(Unfit, match="^RuntimeError: .*none$"):
         CHECK_RANKS()
 
 

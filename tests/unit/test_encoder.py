@@ -126,6 +126,24 @@ def test_an_error_of_the_reader_stays_itself_and_ends_the_processes():
     assert children() == before
 
 
+def test_an_error_is_reported_where_a_closed_pipe_ends_the_command():
+    code = """
+import signal, subprocess, time
+from torchtitan_lite.data import encoder, rows
+from torchtitan_lite.data.tokenizer import build_tokenizer
+def batches():
+    yield [rows.TextRow("file", 0, 1, "text", b"x" * 10**6)]  # more than a pipe holds
+    time.sleep(0.5)
+    raise SystemExit(3)
+pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+encoder._start_worker = lambda: subprocess.Popen(["sleep", "60"], **pipe)  # reads nothing
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+options = {"parser": None, "tokenizer": build_tokenizer(""), "dtype": None, "workers": 1}
+list(encoder.encode_batches(batches(), **options))
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 3
+
+
 @pytest.mark.timeout(60)
 def test_a_process_that_is_killed_is_reported():
     def batches() -> Iterator[list[TextRow]]:

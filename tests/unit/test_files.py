@@ -111,6 +111,7 @@ def test_remove_folder_removes_only_the_link_of_a_link(tmp_path):
     (errno.EDQUOT, "make room"),
     (errno.EMFILE, "a process may open 100 files here .ulimit -n; at most "),
     (errno.EROFS, "fix its permissions"),
+    (errno.EFBIG, "raise the limit on the size of a file .ulimit -f, "),
     (errno.EIO, "check the path and its disk"),
 ])  # fmt: skip
 def test_the_fix_follows_the_error_and_names_the_limit(code, fix):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
+from signal import SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGSTOP, SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any
 
 import pytest
@@ -239,6 +239,7 @@ def asked(*overrides: str, **env: str) -> Launch:
         (SHUTDOWN, ["x"], "whole number of 0 or more"),
         ("RDZV_ENDPOINT", ["head", "head:", "head:x", ":29500"], "host:port of node 0"),
         ("RDZV_ENDPOINT", ["a b:1", "http://head:1", "head:65536"], "host:port of node 0"),
+        ("RDZV_ENDPOINT", ["head:0", "]:1"], "host:port of node 0"),
         ("LOG_RANK", ["abc", "8", "-1", "0,8", "0,", "0;1", "00"], "0 to NGPU - 1 = 7"),
     ],
 )
@@ -287,7 +288,8 @@ def test_variables_of_workers(monkeypatch):
         "COLUMNS": "120",
         "FORCE_COLOR": "1",
     }
-    assert asked(LOG_RANK="0, 1").worker_env["LOG_RANK"] == "0,1"
+    for text, ranks in (("0, 1", "0,1"), (" ", "0")):
+        assert asked(LOG_RANK=text).worker_env["LOG_RANK"] == ranks
     chosen = {"LOG_RANK": "1", "OMP_NUM_THREADS": "9", SHUTDOWN: "45"}
     assert asked(**chosen, NGPU="8").worker_env.items() >= chosen.items()
     assert asked(NGPU="8").worker_env["OMP_NUM_THREADS"] == "1"
@@ -604,6 +606,16 @@ def test_a_signal_that_is_ignored_at_the_start_stays_ignored(supervised):
     agent = "os.kill(os.getppid(), signal.SIGHUP); time.sleep(1); print('done')"
     process = supervised.start(agent, ignore=SIGHUP)
     assert process.communicate()[0] == "done\n"
+    assert process.returncode == 0
+
+
+def test_a_launcher_that_is_suspended_goes_on(supervised):
+    process = supervised.start("print('ready', flush=True); time.sleep(1.5); print('done')")
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(SIGSTOP)
+    time.sleep(0.3)
+    process.send_signal(SIGCONT)
+    assert process.communicate() == ("done\n", "")
     assert process.returncode == 0
 
 

@@ -322,6 +322,15 @@ def test_text_that_changes_while_it_is_read(tmp_path, corpus, small_steps, monke
     assert names(tmp_path) == LEFT[:2]
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.json"])
+def test_a_store_may_be_made_among_its_own_text(tmp_path, small_steps, name):
+    (tmp_path / name).write_text('{"text": "a"}')
+    for _ in range(2):  # the second time it is there
+        made(tmp_path / "stores" / "mine", tmp_path)
+    source = open_source(str(tmp_path))
+    assert len(list(source.documents())) == 1
+
+
 def test_other_text_is_not_mixed_in(tmp_path, corpus, small_steps):
     stopped(small_steps, 20, tmp_path / "store", corpus)
     (corpus / "c.jsonl").write_text(rows_of(["more"]))

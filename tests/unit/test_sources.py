@@ -243,10 +243,20 @@ def test_stray_files_are_bad_rows_and_other_endings_are_counted(tmp_path, notice
     assert message.endswith(": 2 .json.gz, 1 README and the like, 1 .tar.bz2")
 
 
+def test_a_text_that_is_there_compressed_too_is_counted(tmp_path, notices):
+    write(
+        tmp_path, {"a.txt": "a", "a.txt.gz": gzip.compress(b"a"), "b.txt.gz": gzip.compress(b"b")}
+    )
+    assert documents(str(tmp_path)) == ["a", "a", "b"]
+    message = f"{tmp_path}: 1 files are read twice: as X, and as X.gz or X.zst"
+    assert notices.messages == [message]
+
+
 @pytest.mark.parametrize(("files", "name", "message"), [
     ({}, "none", r"/none: does not exist; name a folder, or a file of \.txt \.md \.rst"),
     ({}, ".", r"^\.: holds 0 files of \.txt .* or \.parquet, apart .*; name a file, or a folder"),
     ({"data.bin": "x", "README": "y"}, ".", r"^\.: holds 0 files of "),
+    ({}, "x" * 300, r"^x+: cannot be read: File name too long$"),
     ({"a.csv": "x"}, "a.csv", r"a\.csv: is no file of \.txt .* or \.parquet; name one, or a fol"),
     ({"a.txt": "", "b.jsonl": "\n"}, ".", r"^\.: holds no text$"),
 ])  # fmt: skip

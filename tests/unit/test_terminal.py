@@ -2,6 +2,7 @@
 
 import errno
 import io
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -57,6 +58,13 @@ def test_run_script_prints_letters_that_the_terminal_lacks_and_survives_without_
     with pytest.raises(SystemExit, match="^0$"):
         run_script(lambda _: print("é\udc80") or 0)
     assert stream.buffer.getvalue() == rb"\xe9\udc80" + b"\n"
+
+
+def test_run_script_gives_the_numbers_of_closed_streams_to_no_file():
+    opens = "os.system('echo && echo >&2') or os.open(os.devnull, os.O_RDONLY)"
+    code = f"import os; from torchtitan_lite import errors; errors.run_script(lambda _: {opens})"
+    closed = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code]
+    assert subprocess.run(closed).returncode == 3
 
 
 # ----- init_logger, ConsoleWriter, say, watch: other ways to a terminal -----

@@ -1,5 +1,8 @@
 """Training a tokenizer: its model, its errors, and the command."""
 
+import os
+from unittest.mock import Mock
+
 import pytest
 
 from torchtitan_lite.base.errors import DataError
@@ -37,6 +40,7 @@ def test_a_very_long_line_is_trained_on(tmp_path):
     (5000, r"too high \(5000\). Please set it to a value <= \d+"),
     (100, r"100 vs \d+"),
     (-4, r"vocab_size.* > \(0\)"),
+    (2**31, r"cannot parse \"2147483648\" as int"),
 ])  # fmt: skip
 def test_impossible_vocabulary(tmp_path, vocab_size, message):
     start = f"--vocab-size = {vocab_size} does not suit this text: "
@@ -53,9 +57,17 @@ def test_output_is_not_overwritten_unasked_and_must_be_writable(tmp_path):
     assert output.read_bytes() == b"mine"
     train_tokenizer(TEXTS, vocab_size=300, output=output, overwrite=True)
     assert build_tokenizer(str(output)).vocab_size == 300
-    message = "--output = .* cannot be written: Not a directory"
+    message = "--output = .*/m/m cannot be written: .*/m is no folder"
     with pytest.raises(DataError, match=message):
-        train_tokenizer(TEXTS, vocab_size=300, output=output / "m")
+        train_tokenizer(iter(()), vocab_size=300, output=output / "m")  # before any text is read
+
+
+def test_a_full_disk_leaves_the_tokenizer_that_is_there(tmp_path, monkeypatch):
+    (tmp_path / "m").write_bytes(b"mine")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(DataError, match="--output = .* cannot be written: No space left on device"):
+        train_tokenizer(TEXTS, vocab_size=300, output=tmp_path / "m", overwrite=True)
+    assert (tmp_path / "m").read_bytes() == b"mine"
 
 
 def test_an_error_of_the_documents_stays_itself(tmp_path):

@@ -190,6 +190,13 @@ def test_read_json_uses_no_truncation_padding_or_frame(json_content):
     assert ids[0] == ids[1]
 
 
+def test_read_json_gives_a_text_the_same_ids_each_time(json_content):
+    fields = json.loads(json_content)
+    fields["model"]["dropout"] = 0.5
+    encode = read_json(json.dumps(fields).encode(), NOWHERE).encode
+    assert encode([LEARNT] * 9) == read_json(json_content, NOWHERE).encode([LEARNT] * 9)
+
+
 def test_read_json_encodes_on_one_core(json_content, monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     read_json(json_content, NOWHERE)

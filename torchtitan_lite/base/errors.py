@@ -75,9 +75,10 @@ WRONG_PATH |= {errno.ENAMETOOLONG}
 def run_script(main: Callable[[list[str]], int | None]) -> None:
     """Call `main` with the arguments of the command line, and exit with the code that it returns.
 
-    What is printed is cleaned. A RunError is printed without a traceback, and its code is the exit
-    code; an OSError of a file or of standard output ends as a StorageError, or as a ConfigError if
-    its path is wrong. Ctrl-C exits with 130."""
+    What is printed is cleaned, and goes nowhere if its stream is closed. A RunError is printed
+    without a traceback, and its code is the exit code; an OSError of a file or of standard output
+    ends as a StorageError, or as a ConfigError if its path is wrong. Ctrl-C exits with 130."""
+    _open_standard_streams()
     with clean_output():
         try:
             code = main(sys.argv[1:])
@@ -103,3 +104,11 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
                 traceback.print_exc()
                 code = RunError.exit_code
     sys.exit(code)
+
+
+def _open_standard_streams() -> None:
+    """Open the null device for closed standard streams: a file or socket that took the number of
+    one would be lost to a child, or take what that prints."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)

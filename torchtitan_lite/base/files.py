@@ -74,6 +74,8 @@ def storage_fix(error: OSError) -> str:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"a process may open {soft} files here (ulimit -n; at most {hard}): raise that"
+    if error.errno == errno.EFBIG:
+        return "raise the limit on the size of a file (ulimit -f, or the file system's own)"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "fix its permissions"
     return "check the path and its disk"

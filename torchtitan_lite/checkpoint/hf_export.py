@@ -135,7 +135,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     the block raises. Raises ConfigError if `target` or the draft of a killed call is in the way;
     StorageError if the disk fails."""
     target = target.resolve()
-    draft = target.with_name(f".tmp-{target.name}")
+    draft = target.parent / f".tmp-{target.name}"  # the root of all folders has no name
     with storage_errors(target):
         is_empty = target.is_dir() and not any(target.iterdir())
         for path in (draft, target):

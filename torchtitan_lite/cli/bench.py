@@ -44,6 +44,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--tolerance {options.tolerance:g} needs --check, and must be at least 0 and below 100"
         )
+    if options.budget is not None and not 0 < options.budget <= 1e9:
+        raise ConfigError(f"--budget {options.budget:g} must be a number of seconds above 0")
     if options.out and not options.out.absolute().parent.is_dir():
         raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}.")
 

@@ -7,6 +7,7 @@ does, so none outlives the process that started it.
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -86,8 +87,10 @@ def encode_batches(
             started.append(of_thread.worker)
         return _ask(of_thread.worker, batch, parser, str(tokenizer.path), dtype)
 
-    # Each thread waits for the worker that it has started.
-    threads = ThreadPoolExecutor(workers)
+    # Each thread waits for the worker that it has started. Where a command ends with a closed
+    # output, by SIGPIPE, the pipe to a worker that has ended would end it too, without a message.
+    no_signal = (signal.SIG_BLOCK, {signal.SIGPIPE})
+    threads = ThreadPoolExecutor(workers, initializer=signal.pthread_sigmask, initargs=no_signal)
     ahead: deque[tuple[list[TextRow], Future[EncodedBatch]]] = deque()
     try:
         for batch in batches:

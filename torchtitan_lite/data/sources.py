@@ -37,6 +37,7 @@ from .rows import (
     reading,
     split_file,
 )
+from .token_store import tokens_file
 
 PARQUET_ENDING = ".parquet"
 TEXT_KINDS = product((".txt", ".md", ".rst", ".py"), ("", ".gz", ".zst"))
@@ -103,17 +104,19 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
         return Source(dataset.path, parser, lambda: chunks, lambda: fingerprint)
 
     root = Path(dataset.path)
-    if not root.exists():
-        raise DataError(f"{root.absolute()}: does not exist; name a folder, or a file of {KINDS}")
-    is_readable = root.is_file() and root.name.lower().endswith(ENDINGS + JSON_ENDINGS)
-    if not root.is_dir() and not is_readable:
-        raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder")
-    if root.is_dir() and dataset.endings is None:
-        _refuse_saved_dataset(root)
-        # Beside other text, .json files are settings; alone, they are the text.
-        endings = ENDINGS if next(_files(root, dataset), None) else JSON_ENDINGS
-        dataset = replace(dataset, endings=endings)
-        _check_others(root, dataset)
+    with reading(root, OSError):
+        if not root.exists():
+            problem = "does not exist; name a folder, or a file of"
+            raise DataError(f"{root.absolute()}: {problem} {KINDS}")
+        is_readable = root.is_file() and root.name.lower().endswith(ENDINGS + JSON_ENDINGS)
+        if not root.is_dir() and not is_readable:
+            raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder")
+        if root.is_dir() and dataset.endings is None:
+            _refuse_saved_dataset(root)
+            # Beside other text, .json files are settings; alone, they are the text.
+            endings = ENDINGS if next(_files(root, dataset), None) else JSON_ENDINGS
+            dataset = replace(dataset, endings=endings)
+            _check_others(root, dataset)
     return Source(name, parser, partial(_chunks, root, dataset), partial(_hash, root, dataset))
 
 
@@ -134,7 +137,7 @@ def _visible_files(
     folder: Path, dataset: NamedDataset, above: tuple[tuple[int, int], ...] = ()
 ) -> Iterator[Path]:
     """Yield the files of a folder and its sub-folders that are not hidden, in the order of their
-    paths.
+    paths, except those of token stores among the sub-folders.
 
     Memory holds the names of one folder per level. Links are followed, but not back into one of
     the folders `above`, given by device and inode."""
@@ -147,6 +150,8 @@ def _visible_files(
     above = (*above, (status.st_dev, status.st_ino))
     if above[-1] in above[:-1]:
         raise DataError(f"{folder}: is a link back to a folder that it is in; remove it")
+    if above[:-1] and tokens_file(0) in names:  # also the store that is being made
+        return
 
     for name in (name for name in names if not name.startswith(".")):
         path = folder / name
@@ -175,12 +180,14 @@ def _check_others(folder: Path, dataset: NamedDataset) -> None:
     """Log how many files of a folder are not read, by ending. Raises DataError if its .json files,
     not read beside other text, hold more than that text."""
     read, sizes = dataset.endings or ENDINGS, Counter[bool]()
-    endings = Counter[str]()
+    endings, twins = Counter[str](), 0
     for path in _visible_files(folder, dataset):
         name = path.name.lower()
         is_read = _is_read(name, read)
         if (is_read or _is_read(name, JSON_ENDINGS)) and path.is_file():
             sizes[is_read] += path.stat().st_size
+        if is_read and path.suffix.lower() in (".gz", ".zst"):
+            twins += path.with_suffix("").is_file()
         if ABOUT.fullmatch(name):
             endings["README and the like"] += 1
         elif not is_read and (match := ENDING.search(path.name)):
@@ -192,6 +199,8 @@ def _check_others(folder: Path, dataset: NamedDataset) -> None:
             f"text, and have {sizes[False]:,} bytes; if they are the text, name a folder with only "
             "them, or rename them to .jsonl; if they are not, move them elsewhere"
         )
+    if twins:
+        logger.warning(f"{folder}: {twins:,} files are read twice: as X, and as X.gz or X.zst")
     counts = ", ".join(f"{count:,} {end or 'without one'}" for end, count in endings.most_common(9))
     if counts:
         total = endings.total()

@@ -275,6 +275,8 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
     tokenizer.encode_special_tokens = True  # a special token within a text is text
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if isinstance(tokenizer.model, tokenizers.models.BPE):
+        tokenizer.model.dropout = None  # would draw other ids of a text each time
     growth = check_growth(tokenizer.normalizer)
     check_growth(tokenizer.decoder)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import sentencepiece
 
 from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.base.files import replace_file
 
 
 def train_tokenizer(
@@ -22,6 +23,8 @@ def train_tokenizer(
         raise DataError(
             f"--output = {output} exists; choose another name, or overwrite it with --force"
         )
+    if not output.absolute().parent.is_dir():
+        raise DataError(f"--output = {output} cannot be written: {output.parent} is no folder")
     # A list: sentencepiece would turn an error that the documents raise into its own RuntimeError.
     lines = [line for text in documents for line in text.splitlines()]
     model = io.BytesIO()
@@ -44,11 +47,11 @@ def train_tokenizer(
             max_sentence_length=2**30,  # bytes; longer lines would be left out silently
             minloglevel=2,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # ValueError: a size of more than 31 bits
         reason = str(error).rpartition("] ")[2] or error
         raise DataError(f"--vocab-size = {vocab_size} does not suit this text: {reason}") from error
 
     try:
-        output.write_bytes(model.getvalue())
+        replace_file(output, model.getvalue())
     except OSError as error:
         raise DataError(f"--output = {output} cannot be written: {error.strerror}") from error

@@ -60,7 +60,7 @@ Exit codes: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or ti
 DEFAULT_CONFIG = "debug_model"
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 PREFIX = "[rank${rank}] "
-ENDPOINT = re.compile(r"([^\s:/]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
+ENDPOINT = re.compile(r"([^\s:/\[\]]+|\[[0-9a-fA-F:]+\]):[0-9]{1,5}")
 NEXT = {
     1: "look at the logs",
     2: "fix the config",
@@ -94,7 +94,7 @@ class Launch:
             self.node_rank = read_count(env, "NODE_RANK", "", minimum=0)
             self.endpoint = env.get("RDZV_ENDPOINT", "")
             port = self.endpoint.rpartition(":")[2]
-            if not ENDPOINT.fullmatch(self.endpoint) or int(port) > 65535:
+            if not ENDPOINT.fullmatch(self.endpoint) or not 0 < int(port) < 65536:
                 raise ConfigError(f"RDZV_ENDPOINT={self.endpoint} must be host:port of node 0.")
         if self.node_rank >= self.nnodes:
             raise ConfigError(
@@ -143,7 +143,7 @@ def read_worker_env(
     env: Mapping[str, str], *, ngpu: int, gpus: int, columns: int
 ) -> dict[str, str]:
     """Return the variables that workers need in addition to `env`. Raises ConfigError."""
-    log_rank = (env.get("LOG_RANK") or "0").replace(" ", "")
+    log_rank = env.get("LOG_RANK", "").replace(" ", "") or "0"
     ranks = [rank for rank in log_rank.split(",") if re.fullmatch("0|[1-9][0-9]{0,8}", rank)]
     if ",".join(ranks) != log_rank or max(map(int, ranks)) >= ngpu:
         raise ConfigError(

@@ -108,17 +108,19 @@ def wait(
     without workers dies of SIGTERM. A second signal kills all processes."""
     first, duplicates_until = None, 0.0
     while agent.poll() is None:
-        received = signal.sigtimedwait(signals, 0.1)
-        if received is None:
+        # sigtimedwait would return signals that nobody sent, after Ctrl-Z and fg.
+        if not signal.sigpending() & signals:
+            time.sleep(0.1)
             continue
+        received = signal.Signals(signal.sigwait(signals))
         if first is None:
-            first = signal.Signals(received.si_signo)
+            first = received
             duplicates_until = time.monotonic() + REPEATED_SECONDS
             say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, kills the run")
             with suppress(OSError):  # the agent may end just now
                 os.write(alive, b"s")
             agent.terminate()
-        elif received.si_signo == signal.SIGINT or time.monotonic() > duplicates_until:
+        elif received == signal.SIGINT or time.monotonic() > duplicates_until:
             kill(agent)
     return first
 

@@ -135,10 +135,12 @@ class Watchdog:
 
     def explain(self, error: BaseException) -> RankLostError:
         """Return why the collective failed that raised `error`: the failure that another rank has
-        reported; else the silent ranks; else the ranks in no collective. The first of these is the
-        error's `rank`. Takes LOOK_SECONDS. Kills silent processes of this host."""
+        reported; else the silent ranks; else the ranks in no collective; else `error` itself. The
+        first of these ranks is the error's `rank`. Takes LOOK_SECONDS. Kills silent processes of
+        this host."""
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         self._failed_in = describe_place(frame.f_code, line)
+        said = str(error).partition("\n")[0]  # C++ frames may follow
         other_ranks = [rank for rank in range(self._world_size) if rank != self._rank]
         try:
             store = connect_store(STORE_SECONDS)
@@ -148,7 +150,7 @@ class Watchdog:
             failure = read(store, FAILURE_KEY)
         except RuntimeError:
             return RankLostError(
-                f"torchrun's store does not answer any more, {self._failed_in}: {error}"
+                f"torchrun's store does not answer any more, {self._failed_in}: {said}"
             )
         if failure:
             return RankLostError(failure)
@@ -168,6 +170,8 @@ class Watchdog:
         if len(lines) > SHOWN_RANKS:
             lines[SHOWN_RANKS:] = [f"{len(lines) - SHOWN_RANKS} more"]
         lines.append(f"rank {self._rank} waited {self._heartbeat()}")
+        if not verdicts:  # such as a network interface that this host lacks
+            lines.append(said)
         lost = RankLostError("; ".join(lines))
         lost.rank = next(iter(verdicts), None)
         return lost

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 from torch import nn
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import ProcessRaisedException, start_processes
 
 from torchtitan_lite.base.errors import RunError
 from torchtitan_lite.base.files import usable_cores
@@ -185,7 +185,10 @@ def check_ranks() -> str:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-    start_processes(_meet, (port,), nprocs=2)
+    try:
+        start_processes(_meet, (port,), nprocs=2)
+    except ProcessRaisedException as error:  # its text is a traceback
+        raise Unfit(str(error).strip().splitlines()[-1]) from error
     del served
     return f"two met by gloo in {time.perf_counter() - began:.1f} s{nccl}"
 
