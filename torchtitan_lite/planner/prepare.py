@@ -12,10 +12,10 @@ from torchtitan_lite.config.job import Job, build_job
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.metrics.hardware import given_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.writers import check_writers_installed
-from torchtitan_lite.models.llama3 import attention_backend
 from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.run.process_group import local_world_size
 from torchtitan_lite.training.build import writing_ranks
+from torchtitan_lite.training.model import find_attention
 
 from .auto import resolve_auto
 from .prediction import format_verdict
@@ -56,13 +56,7 @@ def log_prediction(job: Job, *, device: torch.device) -> None:
     spec = planned_device(device, job.config)
     if spec is None or not job.config.float8.enable_float8_linear:
         return
-    attention = attention_backend(
-        job.model_args,
-        cp_degree=job.degrees.cp,
-        tp_degree=job.degrees.tp,
-        dtype=getattr(torch, job.config.training.mixed_precision_param),
-        device=device,
-    )
+    attention = find_attention(job, device=device)
     work = build_workload(job, fused_attention=attention != "MATH")
     logger.info(f"predicted: {format_verdict(work.predict(spec))}")
 

@@ -164,14 +164,22 @@ def build_meta_model(
     return MetaModel(model, choices, ledger)
 
 
+def find_attention(job: Job, *, device: torch.device) -> str:
+    """Return the kernel of attention that PyTorch takes on `device`."""
+    return attention_backend(
+        job.model_args,
+        cp_degree=job.degrees.cp,
+        tp_degree=job.degrees.tp,
+        dtype=getattr(torch, job.config.training.mixed_precision_param),
+        device=device,
+    )
+
+
 def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltModel:
     """Build the model on meta, convert it to float8, cut it into stages, shard them, then
     initialise their weights."""
     config, float8, training = job.config, job.config.float8, job.config.training
-    args, dtype = job.model_args, getattr(torch, training.mixed_precision_param)
-    attention = attention_backend(
-        args, cp_degree=job.degrees.cp, tp_degree=job.degrees.tp, dtype=dtype, device=device
-    )
+    args, attention = job.model_args, find_attention(job, device=device)
     meta = build_meta_model(
         job,
         emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
