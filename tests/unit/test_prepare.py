@@ -18,13 +18,9 @@ from torchtitan_lite.data import prepare, rows, sources
 from torchtitan_lite.data.encoder import encode_rows
 from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import open_source
+from torchtitan_lite.data.store_files import documents_file
 from torchtitan_lite.data.store_report import verify_store
-from torchtitan_lite.data.token_store import (
-    TokenStore,
-    documents_file,
-    read_manifest,
-    write_manifest,
-)
+from torchtitan_lite.data.token_store import TokenStore, read_manifest, write_manifest
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
 TEXTS = [f"document {i}: " + "word " * (i * 7 % 40) for i in range(60)]

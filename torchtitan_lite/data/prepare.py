@@ -28,6 +28,7 @@ from torchtitan_lite.base.logger import logger
 from .encoder import EncodedBatch, encode_batches
 from .rows import BadRow, TextRow
 from .sources import Chunk, Source
+from .store_files import documents_file, tokens_file
 from .token_store import (
     FORMAT,
     MANIFEST_FILE,
@@ -37,10 +38,8 @@ from .token_store import (
     StoreManifest,
     StoreRecipe,
     TokenStore,
-    documents_file,
     is_store,
     read_manifest,
-    tokens_file,
     write_manifest,
     wrong_sizes,
 )

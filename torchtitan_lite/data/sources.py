@@ -37,7 +37,7 @@ from .rows import (
     reading,
     split_file,
 )
-from .token_store import tokens_file
+from .store_files import tokens_file
 
 PARQUET_ENDING = ".parquet"
 TEXT_KINDS = product((".txt", ".md", ".rst", ".py"), ("", ".gz", ".zst"))

@@ -36,6 +36,8 @@ from torchtitan_lite.base.jsonfile import (
     write_document,
 )
 
+from .store_files import documents_file, tokens_file
+
 FORMAT = 3
 START_DTYPES: dict[int, np.dtype] = {2: np.dtype("<u4"), 3: np.dtype("<i8")}
 """Type of the numbers in documents files, by format."""
@@ -112,16 +114,6 @@ class StoreManifest:
 
 
 _SCHEMA = TypeAdapter(StoreManifest)
-
-
-def tokens_file(shard: int) -> str:
-    """Return the name of the file with a shard's ids."""
-    return f"tokens-{shard:05d}.bin"
-
-
-def documents_file(shard: int) -> str:
-    """Return the name of the file with the places in a shard at which documents begin."""
-    return f"documents-{shard:05d}.bin"
 
 
 def is_store(path: Path) -> bool:
