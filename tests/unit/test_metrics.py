@@ -15,7 +15,7 @@ from torchtitan_lite.metrics.figures import StepRecord, Summary, Writer, summary
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor, Skips
-from torchtitan_lite.metrics.stages import StageTimes
+from torchtitan_lite.metrics.stage_times import StageTimes
 from torchtitan_lite.metrics.values import StepValues
 
 H100 = Peaks("H100 SXM", published_peaks(lookup_device("H100 SXM")))

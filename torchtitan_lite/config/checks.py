@@ -23,8 +23,8 @@ from .arithmetic import (
     sequence_parts,
 )
 from .keys import show
-from .pipeline import check_pipeline, check_stages
 from .sections import Config, LRSchedulerConfig
+from .stages import check_pipeline, check_stages
 
 RUN_FILES = {"config.toml", "metrics.jsonl", "validation.jsonl", "numerics.jsonl", "samples.jsonl"}
 RUN_FILES |= {"peaks.json", "status.json", ".lock", "logs", "previous", "wandb"}

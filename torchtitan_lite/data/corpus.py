@@ -16,8 +16,8 @@ from torchtitan_lite.config import TrainingConfig, ValidationConfig, expand_user
 
 from .dataloader import Corpus, TrainingBatches, count_windows
 from .mixture import Mixture
-from .prepare import make_store
 from .sources import HF_PREFIX, Source, build_source
+from .store_writer import make_store
 from .token_store import TokenStore, is_store
 from .tokenizer import Tokenizer
 

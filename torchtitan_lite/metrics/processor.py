@@ -31,7 +31,7 @@ from .figures import (
 )
 from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
-from .stages import StageTimes
+from .stage_times import StageTimes
 from .values import StepValues
 from .writers import warn_left_out
 

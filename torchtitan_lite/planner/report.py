@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.metrics.flops import MATMULS
 
-from .stages import format_stages
+from .pipeline_report import format_stages
 
 GIB = 2**30
 FLOPS_PARTS = ("block_linears", "output", "attention")

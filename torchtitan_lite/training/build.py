@@ -35,7 +35,7 @@ from torchtitan_lite.metrics.figures import Writer
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor
-from torchtitan_lite.metrics.stages import StageTimes
+from torchtitan_lite.metrics.stage_times import StageTimes
 from torchtitan_lite.metrics.writers import Content, build_writers, last_losses
 from torchtitan_lite.parallel.mesh import Groups
 

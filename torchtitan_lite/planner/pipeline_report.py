@@ -13,7 +13,7 @@ from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.config import resolve_stages
 from torchtitan_lite.metrics.flops import FlopsLedger
 
-from .pipeline import time_pipeline
+from .pipeline_time import time_pipeline
 from .rank import blocks_of
 from .roofline import Roofline
 from .step import OTHER_STAGES
