@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     DecayType = str
     RecipeName = str
     ScheduleName = str
-else:  # the choices are the rows of tables
+else:  # the choices are the keys of these dicts
     DatasetName = Literal[tuple(DATASETS)]
     DecayType = Literal[tuple(DECAYS)]
     RecipeName = Literal[tuple(RECIPES)]

@@ -15,7 +15,7 @@ from torchtitan_lite.metrics.wandb_writer import check_wandb_installed
 from torchtitan_lite.models.llama3 import attention_backend
 from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.run.process_group import local_world_size
-from torchtitan_lite.training.build import writing_ranks
+from torchtitan_lite.training.build import run_on_writing_ranks
 
 from .auto import resolve_auto
 from .prediction import format_verdict
@@ -35,7 +35,7 @@ def prepare_job(
         saved = read_decisive(resume.manifest.config, world_size=resume.manifest.world_size)
         size = saved.training.global_batch_size
         config = keep_batch(config, saved=size, world_size=world_size)
-    writing_ranks(config.metrics)(lambda: check_wandb_installed(config.metrics))
+    run_on_writing_ranks(config.metrics, lambda: check_wandb_installed(config.metrics))
     set_determinism(config.debug)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer.values)
