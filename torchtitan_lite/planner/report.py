@@ -109,7 +109,8 @@ def format_answer(plan: Plan) -> str:
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, notes: bool = False) -> str:
     """Align all columns but the first to the right; the last one not, if it has `notes`."""
-    return format_columns([header, *rows], right=range(1, len(header) - notes))
+    end = len(header) - 1 if notes else len(header)
+    return format_columns([header, *rows], right=range(1, end))
 
 
 def _number(value: float | None, form: str = ",.2f") -> str:
