@@ -61,7 +61,7 @@ def name_mxfp8_scales_in_cpp() -> None:
     Changes: `DTYPE_TO_CPP` of Inductor's C++ backend.
     Why: a block that keeps such scales for its backward pass does not compile on CPU.
     Upstream: pytorch/pytorch#147873, closed, is about GPUs. Seen: torch 2.13.
-    Remove: once the table has the type.
+    Remove: once `DTYPE_TO_CPP` has the type.
     """
     from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
 

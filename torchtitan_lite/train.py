@@ -33,7 +33,7 @@ from torchtitan_lite.base.errors import (
 from torchtitan_lite.base.files import allow_open_files, own_sources
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.run_files import RECORDS, WRITERS
-from torchtitan_lite.checkpoint.folders import committed_steps, hf_folder, remove_drafts
+from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts, steps_with_manifest
 from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
@@ -151,38 +151,40 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
     """
     checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
 
-    def begin() -> None:
-        """Refuse inputs that would move, then claim the folder."""
-        resumes = resume is not None and resume.path.parent == checkpoints
-        for key, path in (
-            ("[checkpoint] initial_load_path", checkpoint.initial_load_path),
-            ("[model] tokenizer_path", config.model.tokenizer_path),
-        ):
-            if not resumes and path and is_within(checkpoints, path):
-                raise ConfigError(
-                    f'{key} = "{path}" is in [job] dump_folder = "{folder.path}", whose '
-                    "checkpoints move to previous/ when a new run starts; name another "
-                    "dump_folder."
-                )
-        if checkpoint.enable and read_status(folder.path) is not None:
-            # If the folder is a link, drafts of a killed save would block the move to previous/.
-            remove_drafts(checkpoints)
-        if not checkpoint.enable and (steps := committed_steps(checkpoints)):
-            logger.warning(
-                f"{checkpoints} has checkpoints up to step {steps[-1]}, and [checkpoint] enable = "
-                "false: they move to previous/; --checkpoint.enable would resume the run"
-            )
-        resumed_config = resume.manifest.config if resume and resumes else None
-        folder.begin(resumed_config=resumed_config, entries=run_entries(config))
-
     # After a restart by torchrun, ignore load_step: the first attempt has loaded that step.
     if on_rank0(folder.lock):
         on_rank0(lambda: check_same_sources(read_status(folder.path)))
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
     resume = find_resume(checkpoint, folder=checkpoints)
-    on_rank0(begin)
+    on_rank0(lambda: claim_folder(config, folder, resume))
     folder.join()
     return resume
+
+
+def claim_folder(config: Config, folder: RunFolder, resume: Resume | None) -> None:
+    """Refuse inputs that would move, then begin the run that continues `resume` in its folder."""
+    checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
+    resumes = resume is not None and resume.path.parent == checkpoints
+    for key, path in (
+        ("[checkpoint] initial_load_path", checkpoint.initial_load_path),
+        ("[model] tokenizer_path", config.model.tokenizer_path),
+    ):
+        if not resumes and path and is_within(checkpoints, path):
+            raise ConfigError(
+                f'{key} = "{path}" is in [job] dump_folder = "{folder.path}", whose '
+                "checkpoints move to previous/ when a new run starts; name another "
+                "dump_folder."
+            )
+    if checkpoint.enable and read_status(folder.path) is not None:
+        # If the folder is a link, drafts of a killed save would block the move to previous/.
+        remove_drafts(checkpoints)
+    if not checkpoint.enable and (steps := steps_with_manifest(checkpoints)):
+        logger.warning(
+            f"{checkpoints} has checkpoints up to step {steps[-1]}, and [checkpoint] enable = "
+            "false: they move to previous/; --checkpoint.enable would resume the run"
+        )
+    resumed_config = resume.manifest.config if resume and resumes else None
+    folder.begin(resumed_config=resumed_config, entries=run_entries(config))
 
 
 def check_same_sources(before: Status | None) -> None:

@@ -23,7 +23,7 @@ from launching import ROOT, launcher
 from processes import kill_tree, signal_tree
 
 from torchtitan_lite.checkpoint.compare import compare
-from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, committed_steps, step_folder
+from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, step_folder, steps_with_manifest
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
 
 LONGEST_S = 4.0
@@ -73,7 +73,7 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
     Raises subprocess.CalledProcessError if it ends before."""
     folder.mkdir(parents=True, exist_ok=True)
     checkpoints, log = folder / "checkpoint", folder / "killed.log"
-    since, saved = time.time(), committed_steps(checkpoints)
+    since, saved = time.time(), steps_with_manifest(checkpoints)
     endless = [*command, f"--training.steps={NEVER}"]
     with log.open("w") as output:
         process = subprocess.Popen(endless, stdout=output, stderr=output)
@@ -81,12 +81,12 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
         wait_for(lambda: has_changed(folder / "status.json", since), process)
         time.sleep(moments.uniform(0, LONGEST_S))
         if in_save:
-            wait_for(lambda: committed_steps(checkpoints) != saved, process)
+            wait_for(lambda: steps_with_manifest(checkpoints) != saved, process)
             stop_in_save(process, checkpoints, moments)
     finally:
         kill_tree(process.pid)
         process.wait()
-    steps, metrics = committed_steps(checkpoints), folder / "metrics.jsonl"
+    steps, metrics = steps_with_manifest(checkpoints), folder / "metrics.jsonl"
     return Kill(
         in_save=has_draft(checkpoints, since),
         trained=metrics.read_text().count("\n") if metrics.exists() else 0,

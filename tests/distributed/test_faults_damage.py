@@ -32,8 +32,8 @@ from torchtitan_lite.checkpoint.manifest import hash_file, read_manifest, write_
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CheckpointConfig
-from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import open_source
+from torchtitan_lite.data.store_writer import make_store
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
 pytestmark = pytest.mark.timeout(300)

@@ -27,7 +27,7 @@ from launching import ENV, FOLDER, ROOT
 from torch.distributed import TCPStore
 
 from torchtitan_lite.checkpoint.compare import compare
-from torchtitan_lite.checkpoint.folders import committed_steps
+from torchtitan_lite.checkpoint.folders import steps_with_manifest
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.run.agent import START_KEY
 from torchtitan_lite.run.run_folder import LOCK_SECONDS
@@ -535,7 +535,7 @@ def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
     assert reported(folder, "cause") == ["torchrun, which had started this process, is gone"]
     # The lock's file is still there, but nobody holds it.
     assert "process" in (folder / ".lock").read_text()
-    (saved,) = committed_steps(folder / "checkpoint")
+    (saved,) = steps_with_manifest(folder / "checkpoint")
     third = launcher.run(folder, *settings, f"--training.steps={saved + 1}", ranks=1, code=0)
     assert f"resumed from {checkpoint(folder, saved)}" in third.output
 

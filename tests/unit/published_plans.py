@@ -20,7 +20,7 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.planner.casts import Casts, RecipeCosts, Traffic
 from torchtitan_lite.planner.constants import rates_of
-from torchtitan_lite.planner.pipeline import time_step
+from torchtitan_lite.planner.pipeline_time import time_step
 from torchtitan_lite.planner.prediction import predict
 from torchtitan_lite.planner.roofline import Cost, Passes, Roofline
 from torchtitan_lite.planner.workload import Workload, build_workload

@@ -27,7 +27,7 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.planner.prepare import planned_device
 from torchtitan_lite.training import build
-from torchtitan_lite.training.build import accept_progress, build_checkpointer, build_course
+from torchtitan_lite.training.build import build_checkpointer, build_course, check_resume
 from torchtitan_lite.training.model import asked_of_step, build_meta_model, graphs_of_step
 
 FLOAT8 = {"enable_float8_linear": True}
@@ -98,7 +98,7 @@ def test_planned_device_guesses_no_rates(name, float8, planned, monkeypatch):
     assert planned_device(torch.device("cpu"), config) is None
 
 
-# ----- accept_progress, build_course -----
+# ----- check_resume, build_course -----
 
 
 @pytest.mark.parametrize("last_step", [None, 25])
@@ -112,7 +112,7 @@ def test_a_resume_logs_what_it_changes(last_step, notices):
     )
     resume = Resume(Path(), saved)
     job = job_of(Config(training=TrainingConfig(steps=40, global_batch_size=8)))
-    accept_progress(resume, job)
+    check_resume(resume, job)
     build_course(job, resume, last_step=40)
     assert f"since step 20: last step: {last_step or 30} -> 40" in notices.messages
     assert "since step 20: global batch: 16 -> 8 sequences" in notices.messages

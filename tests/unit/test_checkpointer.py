@@ -22,7 +22,7 @@ from torchtitan_lite.checkpoint import checkpointer as module
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint import state as states
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.checkpoint.folders import committed_steps, step_folder
+from torchtitan_lite.checkpoint.folders import step_folder, steps_with_manifest
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, FileEntry, TrainingProgress
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.checkpoint.resume import Resume, find_resume, verify
@@ -169,7 +169,7 @@ def test_load_sets_later_checkpoints_aside(tmp_path):
     for load_only, left in ((True, [2, 4, 6]), (False, [2])):
         checkpointer = Run(tmp_path, load_only=load_only).checkpointer
         checkpointer.load(verified(step_folder(tmp_path, 2)))
-        assert committed_steps(tmp_path) == left
+        assert steps_with_manifest(tmp_path) == left
         assert len(list(tmp_path.glob("superseded-step-*"))) == 3 - len(left)
 
 
@@ -225,7 +225,9 @@ def test_the_last_save_of_a_run_may_have_weights_alone(export_dtype, tmp_path):
     assert SafeReader(path).tensors == states.entries(expected)
     assert differing(SafeReader(path).read_whole(), expected) == []
     assert verify_checkpoint(path, hashes=True) == []
-    table = folders.format_summaries(map(folders.summarize, folders.step_folders(tmp_path / "a")))
+    table = folders.format_summaries(
+        map(folders.summarize, folders.find_checkpoints(tmp_path / "a"))
+    )
     assert [line.endswith("ok, weights only") for line in table.splitlines()[1:]] == [False, True]
 
     new = Run(tmp_path / "b")
@@ -373,7 +375,7 @@ def test_steps_that_are_saved(settings, steps, tmp_path, notices):
 def test_keep_latest_k(tmp_path, monkeypatch, notices):
     run = Run(tmp_path, keep_latest_k=2)
     run.train_and_save(1, 2, 3, 4)
-    assert committed_steps(tmp_path) == [3, 4]
+    assert steps_with_manifest(tmp_path) == [3, 4]
     # A prune that fails does not undo the save.
     monkeypatch.setattr(folders, "prune", Mock(side_effect=StorageError("no deletion.")))
     run.train_and_save(5)

@@ -15,7 +15,7 @@ from sample_stores import write_store
 from test_vocabularies import BYTES, tiktoken_file
 
 from torchtitan_lite.base.errors import DataError
-from torchtitan_lite.base.jsonfile import write_document
+from torchtitan_lite.base.jsonfile import write_hashed_json
 from torchtitan_lite.data.rows import BadRow
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.store_report import format_window, verify_store
@@ -97,7 +97,9 @@ def test_manifests(store, manifest, data, hashed):
         fields = json.loads(manifest)
         del fields["sha256"]
         found = data.draw(changed_fields(fields))
-        write_document(store / "manifest.json", found if isinstance(found, dict) else {"x": found})
+        write_hashed_json(
+            store / "manifest.json", found if isinstance(found, dict) else {"x": found}
+        )
     else:
         (store / "manifest.json").write_bytes(data.draw(changed(manifest)))
     use_store(store)

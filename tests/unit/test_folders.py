@@ -13,7 +13,12 @@ from sample_checkpoints import flip_bit, write_checkpoint
 
 from torchtitan_lite.base.errors import CheckpointError, StorageError
 from torchtitan_lite.checkpoint import folders
-from torchtitan_lite.checkpoint.folders import committed_steps, find_problems, prune, step_folder
+from torchtitan_lite.checkpoint.folders import (
+    find_problems,
+    prune,
+    step_folder,
+    steps_with_manifest,
+)
 from torchtitan_lite.checkpoint.manifest import MANIFEST
 
 SHARD = "__0_0.distcp"
@@ -75,7 +80,7 @@ def folders_of_kills(originals, tmp_path, monkeypatch):
 
 
 def sound_steps(folder):
-    steps = committed_steps(folder)
+    steps = steps_with_manifest(folder)
     return [step for step in steps if not find_problems(step_folder(folder, step), hashes=True)]
 
 
@@ -95,7 +100,7 @@ def save(folder, step):
     folders.commit(make_draft(folder, step), step_folder(folder, step))
 
 
-# ----- committed_steps, named_steps, find_problems -----
+# ----- steps_with_manifest, steps_with_folder, find_problems -----
 
 
 def test_only_folders_with_a_manifest_are_checkpoints(folder):
@@ -103,9 +108,10 @@ def test_only_folders_with_a_manifest_are_checkpoints(folder):
         (folder / name).mkdir()
     (folder / "step-00000070").touch()
     make_draft(folder, 80)
-    assert committed_steps(folder) == [10, 20, 30, 40]
-    assert folders.named_steps(folder) == [10, 20, 30, 40, 50]
-    assert committed_steps(folder / "missing") == folders.named_steps(folder / "missing") == []
+    assert steps_with_manifest(folder) == [10, 20, 30, 40]
+    assert folders.steps_with_folder(folder) == [10, 20, 30, 40, 50]
+    missing = folder / "missing"
+    assert steps_with_manifest(missing) == folders.steps_with_folder(missing) == []
 
 
 def test_problems_of_a_checkpoint(folder):
@@ -197,7 +203,7 @@ def test_a_committed_checkpoint_is_kept_if_it_verifies_and_else_makes_room(folde
     assert sound_steps(folder) == [10, 20, 30, 40]
     (step_folder(folder, 40) / MANIFEST).unlink()
     folders.set_aside_after(folder, 20)
-    assert folders.named_steps(folder) == [10, 20]
+    assert folders.steps_with_folder(folder) == [10, 20]
 
 
 def test_a_foreign_folder_in_the_way_is_named(folder):
@@ -253,19 +259,19 @@ def test_broken_ones_do_not_count_and_foreign_ones_are_not_pruned(folder, notice
     for step in (20, 40):
         (step_folder(folder, step) / SHARD).unlink()
     prune(folder, 1)
-    assert folders.named_steps(folder) == [1, 10, 30, 40]
+    assert folders.steps_with_folder(folder) == [1, 10, 30, 40]
     assert "step-00000010 is not deleted: notes.txt in it was written by no save" in notices.text
     (step_folder(folder, 30) / MANIFEST).write_text("{}")
     (step_folder(folder, 10) / "notes.txt").unlink()
     prune(folder, 1)
-    assert committed_steps(folder) == [10, 30, 40]  # with none that verifies, none is deleted
+    assert steps_with_manifest(folder) == [10, 30, 40]  # with none that verifies, none is deleted
 
 
 def test_a_kill_while_pruning_leaves_whole_checkpoints_or_none(folders_of_kills):
     found = []
     for folder in folders_of_kills(lambda folder: prune(folder, 2)):
         found.append(sound_steps(folder))
-        assert found[-1] == committed_steps(folder) and {30, 40} <= set(found[-1])
+        assert found[-1] == steps_with_manifest(folder) and {30, 40} <= set(found[-1])
         folders.remove_drafts(folder)
         prune(folder, 2)
         assert names(folder) == ["step-00000030", "step-00000040"]
@@ -278,7 +284,7 @@ def test_later_steps_are_set_aside(folder, notices):
     for step in (20, 30, 40):
         (folder / f"step-000000{step}-hf").mkdir()
     folders.set_aside_after(folder, 20)
-    assert committed_steps(folder) == [10, 20]
+    assert steps_with_manifest(folder) == [10, 20]
     assert [path.name for path in folder.glob("step-*-hf")] == ["step-00000020-hf"]
     [aside] = folder.glob("superseded-step-00000030-[0-9]*")
     assert find_problems(aside, hashes=True) == []
@@ -322,7 +328,7 @@ def test_a_linked_checkpoint_or_draft_is_removed_and_its_target_stays(folder, ar
     [aside] = folder.glob("superseded-step-00000050-*")
     assert aside.readlink() == archive
     prune(folder, 1)
-    assert folders.named_steps(folder) == [40]
+    assert folders.steps_with_folder(folder) == [40]
     assert len(names(archive)) == 4
 
 

@@ -333,9 +333,9 @@ def test_listen_names_a_port_that_is_in_use(dualstack, monkeypatch):
 @pytest.mark.parametrize("step", [["--checkpoint.load_step", "3"], ["--checkpoint.load-step=3"]])
 def test_the_command_to_go_on_leaves_load_step_out(step):
     run = asked("two words", *step, "--x=1", LAUNCHED_AS="'/a b/run_train.sh'", CONFIG_FILE="m y")
-    assert run.command() == "CONFIG_FILE='m y' NGPU=2 '/a b/run_train.sh' 'two words' --x=1"
+    assert run.restart_command() == "CONFIG_FILE='m y' NGPU=2 '/a b/run_train.sh' 'two words' --x=1"
     nodes = "NNODES=2 NODE_RANK=1 RDZV_ENDPOINT=head:29500 CONFIG_FILE=x NGPU=8"
-    command = asked(**NODES, CONFIG_FILE="x").command()
+    command = asked(**NODES, CONFIG_FILE="x").restart_command()
     assert command == f"{nodes} python -m torchtitan_lite.run.launch"
 
 

@@ -15,7 +15,7 @@ from torchtitan_lite.metrics.figures import StepRecord, Summary, Writer, summary
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor, Skips
-from torchtitan_lite.metrics.stages import StageTimes
+from torchtitan_lite.metrics.stage_times import StageTimes
 from torchtitan_lite.metrics.values import StepValues
 
 H100 = Peaks("H100 SXM", published_peaks(lookup_device("H100 SXM")))
@@ -259,7 +259,9 @@ def test_log_freq_averages_over_the_steps_since_the_last_record():
 
 def test_totals_of_a_pipeline_exclude_the_first_step_and_time_outside_of_steps():
     run = Run(log_freq=2)
-    run.metrics.stages = StageTimes([(0, 2), (1, 3)], pipeline_rank=1, flops=[{"bf16": 1000}] * 4)
+    run.metrics.stage_times = StageTimes(
+        [(0, 2), (1, 3)], pipeline_rank=1, flops=[{"bf16": 1000}] * 4
+    )
 
     def train_step(seconds: float) -> StepRecord | None:
         with run.metrics.timed("pipeline"):
@@ -281,7 +283,7 @@ def test_totals_of_a_pipeline_exclude_the_first_step_and_time_outside_of_steps()
 
     # What all ranks exchanged is in the next record: 3 steps of 20 s, 10 and 15 s of which compute.
     ranks = [[1, 3, 60, 15, 15], [2, *times]]
-    run.metrics.stages.exchanged(torch.tensor(ranks, dtype=torch.float64))
+    run.metrics.stage_times.exchanged(torch.tensor(ranks, dtype=torch.float64))
     train_step(9.0)
     record = train_step(11.0)
     assert record.bubble_pct == run.metrics.summary().bubble_pct == pytest.approx(37.5)

@@ -86,7 +86,7 @@ def test_every_second_block_is_counted_over_the_whole_model() -> None:
     assert recomputed == ["0", "2"]
 
 
-# ----- zero_bubble: these tests fail once torch has fixed what config/pipeline.py refuses -----
+# ----- zero_bubble: these tests fail once torch has fixed what config/stages.py refuses -----
 
 HIDDEN = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(1))
 

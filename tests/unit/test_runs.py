@@ -15,10 +15,10 @@ from torchtitan_lite.cli import run_command
 from torchtitan_lite.run.status import Status, write_status
 from torchtitan_lite.tools import runs
 from torchtitan_lite.tools.runs import (
-    doubt,
     find_runs,
     format_run,
     format_runs,
+    reason_to_doubt,
     seconds_left,
     watch,
 )
@@ -100,7 +100,7 @@ def test_several_runs_are_a_table_the_last_to_report_first(tmp_path: Path) -> No
     assert max(map(len, lines)) <= 100
 
 
-# ----- doubt, seconds_left -----
+# ----- reason_to_doubt, seconds_left -----
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_several_runs_are_a_table_the_last_to_report_first(tmp_path: Path) -> No
         ({"state": "done", "time": NOW - 9999}, "$"),
     ],
 )
-def test_doubt_about_a_run_that_may_be_dead(changes: dict, message: str) -> None:
-    assert re.match(message, doubt(replace(RUNNING, **changes), now=NOW))
+def test_reason_to_doubt_a_run_that_may_be_dead(changes: dict, message: str) -> None:
+    assert re.match(message, reason_to_doubt(replace(RUNNING, **changes), now=NOW))
 
 
 def test_clocks_that_differ_give_no_negative_times() -> None:

@@ -1,89 +1,169 @@
-"""The times of a pipeline's stages, with literal seconds of each rank."""
+"""Stages of pipelines, and the rules for their keys."""
 
-from pytest import approx
-from torch import Tensor, float64, tensor
+import re
+from typing import Any
 
-from torchtitan_lite.metrics.hardware import Peaks
-from torchtitan_lite.metrics.stages import StageTimes
+import pytest
 
-PEAKS = Peaks("one GFLOPS", {"bf16": 1e-3})
-FLOPS = [{"bf16": 2_000_000, "fp8": 0}, {"bf16": 1_000_000, "fp8": 0}]
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.schedules import SCHEDULES
+from torchtitan_lite.config import Config, ParallelismConfig, check_config, resolve_stages
 
-
-def stage_times(*rank_stages: tuple[int, ...], rank: int = 0) -> StageTimes:
-    return StageTimes(rank_stages, pipeline_rank=rank, flops=FLOPS * len(rank_stages[0]))
+WHOLE = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output")
 
 
-def rows(*ranks: tuple[float, ...]) -> Tensor:
-    """Of each rank peak memory, steps, seconds of the pipeline and of its stages."""
-    return tensor(ranks, dtype=float64)
-
-
-# ----- StageTimes -----
-
-
-def test_own_values_of_a_rank():
-    times = stage_times((0, 2), (1, 3), rank=1)
-    totals = {"steps": 3, "step": 9.0, "pipeline": 6.0, "stage 1": 1.0, "stage 3": 2.0}
-    assert times.own(totals, memory_gib=0.5) == [0.5, 3, 6.0, 1.0, 2.0]
-
-
-def test_bubble_pct_of_equal_stages_is_the_formulas():
-    for microbatches in (2, 4, 8):
-        times = stage_times((0,), (1,))
-        # The last rank waits for the first forward, 1 s, and ends before the last backward, 2 s.
-        whole, own = 3.0 * (microbatches + 1), 3 * microbatches
-        times.exchanged(rows((1, 1, whole, own), (1, 1, whole - 2, own)))
-        bubble = approx(100 / (microbatches + 1))  # (p - 1) / (m + p - 1)
-        assert times.figures(1000, PEAKS)["bubble_pct"] == times.bubble_pct() == bubble
-
-
-def test_figures_are_of_the_steps_since_the_last_record():
-    times = stage_times((0,), (1,))
-    times.exchanged(rows((1, 1, 10, 10), (2, 1, 9, 10)))
-    assert times.figures(1000, PEAKS)["bubble_pct"] == 0
-    assert times.figures(1000, PEAKS) == {}  # there was no other step
-    times.exchanged(rows((3, 3, 30, 18), (2, 3, 29, 20)))
-    assert times.figures(1000, PEAKS) == {
-        "memory_max_gib": 3.0,
-        "memory_max_rank": 0,
-        "bubble_pct": approx(55.0),  # 4 and 5 of 10 s are computing
-        "stage_time_s": {0: 4.0, 1: 5.0},
-        # 1,000 tokens of 2 and 1 MFLOP in 4 and 5 s, at a peak of 1 GFLOPS.
-        "stage_mfu": {0: approx(50.0), 1: approx(20.0)},
+def pipeline(degree: int, schedule: str = "1F1B", **keys: object) -> ParallelismConfig:
+    """Keys of a pipeline, without their prefix, and others of the table."""
+    prefixed = {
+        key if key.startswith(("module", "fsdp")) else f"pipeline_parallel_{key}": value
+        for key, value in {"degree": degree, "schedule": schedule, **keys}.items()
     }
-    assert times.bubble_pct() == approx(100 * (1 - (18 + 20) / 60))
+    return ParallelismConfig.model_validate(prefixed)
 
 
-def test_figures_of_ranks_that_share_a_stage_divide_its_tokens():
-    times = stage_times((0,), (1,))
-    # Ranks 0 and 1 have stage 0, ranks 2 and 3 stage 1. Each pipeline has a longest rank.
-    times.exchanged(rows((1, 1, 10, 2), (1, 1, 20, 6), (1, 1, 8, 5), (7, 1, 16, 5)))
-    figures = times.figures(1000, PEAKS)
-    assert figures["stage_time_s"] == {0: 4.0, 1: 5.0}
-    assert figures["stage_mfu"] == {0: approx(25.0), 1: approx(10.0)}
-    assert figures["bubble_pct"] == approx(100 * (1 - (0.2 + 0.3 + 0.5 + 0.25) / 4))
-    assert figures["memory_max_rank"] == 3
+def named(*stages: tuple[str, ...]) -> ParallelismConfig:
+    """A pipeline with a rank for each of the stages, whose modules are named."""
+    return pipeline(len(stages), module_fqns_per_model_part=[list(stage) for stage in stages])
 
 
-def test_figures_of_a_rank_with_several_stages():
-    times = stage_times((0, 3), (1, 2))
-    times.exchanged(rows((1, 1, 10, 1, 2), (1, 1, 10, 3, 4)))
-    figures = times.figures(1000, PEAKS)
-    assert list(figures["stage_time_s"].items()) == [(0, 1.0), (1, 3.0), (2, 4.0), (3, 2.0)]
-    assert figures["bubble_pct"] == approx(50.0)
+# ----- resolve_stages -----
 
 
-def test_figures_wait_until_all_ranks_have_a_step():
-    times = stage_times((0,), (1,))
-    assert (times.figures(1000, PEAKS), times.bubble_pct()) == ({}, None)
-    times.exchanged(rows((1, 1, 10, 5), (1, 0, 0, 0)))
-    assert (times.figures(1000, PEAKS), times.bubble_pct()) == ({}, None)
-    times.exchanged(rows((1, 2, 20, 10), (1, 1, 10, 5)))
-    assert times.figures(1000, PEAKS)["bubble_pct"] == approx(50.0)
+# torchtitan v0.2.2 divides n_layers + first + last evenly, gives what is left over to the first
+# stages, then takes the ends' share off (distributed/pipeline_parallel.py).
+@pytest.mark.parametrize(("n_layers", "config", "expected"), [
+    (32, pipeline(4), [8, 9, 8, 7]),
+    (32, pipeline(8), [4, 5, 4, 4, 4, 4, 4, 3]),
+    (32, pipeline(4, "Interleaved1F1B"), [4, 5, 4, 4, 4, 4, 4, 3]),
+    (126, pipeline(16), [7, *[8] * 14, 7]),
+    (32, pipeline(4, "InterleavedZeroBubble"), [4, 5, 4, 4, 4, 4, 4, 3]),
+    (32, pipeline(4, "ZBVZeroBubble"), [4, 5, 4, 4, 4, 4, 4, 3]),
+    (6, pipeline(2, "GPipe"), [3, 3]),
+    (2, pipeline(2), [1, 1]),
+    (32, pipeline(2, layers_per_stage=17), [16, 16]),
+    (32, pipeline(2, layers_per_stage=30), [16, 16]),  # rounded up to two stages
+    (32, pipeline(2, "Interleaved1F1B", layers_per_stage=6), [5, 6, 6, 6, 5, 4]),
+    (126, pipeline(8, "Interleaved1F1B", layers_per_stage=4), [3, *[4] * 30, 3]),
+    (32, pipeline(4, first_stage_less_layers=0), [9, 8, 8, 7]),
+    (32, pipeline(4, last_stage_less_layers=3), [8, 9, 9, 6]),
+    (32, pipeline(4, first_stage_less_layers=0, last_stage_less_layers=0), [8, 8, 8, 8]),
+    (3, pipeline(2, first_stage_less_layers=2, last_stage_less_layers=2), [2, 1]),
+])  # fmt: skip
+def test_blocks_are_divided_as_in_torchtitan(n_layers, config, expected):
+    stages = resolve_stages(config, n_layers=n_layers)
+    assert [sum(name.startswith("layers.") for name in stage) for stage in stages] == expected
+    blocks = [f"layers.{i}" for i in range(n_layers)]
+    assert sum(stages, ()) == ("tok_embeddings", *blocks, "norm", "output")
 
 
-def test_figures_without_a_peak_have_no_mfu():
-    times = stage_times((0,), (1,))
-    times.exchanged(rows((1, 1, 10, 5), (1, 1, 10, 5)))
-    assert times.figures(1000, Peaks("Tesla T4"))["stage_mfu"] == {}
+@pytest.mark.parametrize(("config", "expected"), [
+    (pipeline(1, "Interleaved1F1B", split_points=["layers.9"]), (WHOLE,)),
+    (pipeline(4, split_points=["layers.1", "layers.3", "norm"]),
+     (WHOLE[:2], WHOLE[2:4], WHOLE[4:5], WHOLE[5:])),
+    (named(WHOLE[:1], WHOLE[1:5], WHOLE[5:]), (WHOLE[:1], WHOLE[1:5], WHOLE[5:])),
+])  # fmt: skip
+def test_stages_are_one_or_begin_at_split_points_or_are_named(config, expected):
+    assert resolve_stages(config, n_layers=4) == expected
+
+
+POINTS = r"pipeline_parallel_split_points = .* from layers.0 to output, each once, in the order of"
+
+
+@pytest.mark.parametrize(("n_layers", "config", "pattern"), [
+    (4, named(WHOLE[:3], WHOLE[4:]), "module_fqns_per_model_part: .* miss layers.2; name each of"),
+    (4, named(WHOLE[:3], WHOLE[2:]), "module_fqns_per_model_part: .* repeat layers.1; "),
+    (4, named(WHOLE[:3], (*WHOLE[3:], "layers.4")), "have unknown layers.4; name each of "
+     "tok_embeddings, layers.0 to layers.3, norm and output once, in this order"),
+    (4, named(("tok_embeddings", "layers.1", "layers.0"), WHOLE[3:]), "order of layers.1, layers"),
+    (4, pipeline(2, split_points=["layers.4"]), POINTS),
+    (4, pipeline(2, split_points=["tok_embeddings"]), POINTS),
+    (4, pipeline(3, split_points=["layers.2", "layers.1"]), POINTS),
+    (4, pipeline(3, split_points=["layers.1", "layers.1"]), POINTS),
+    (6, pipeline(99999999), "degree = 99999999 makes 99999999 stages from 6 blocks"),
+    (6, pipeline(8), "degree = 8 makes 8 stages of 0, 1, 1, 1, 1, 1, 1, 0 blocks from 6, .*first_"
+     "stage_less_layers = 1 and pipeline_parallel_last_stage_less_layers = 1"),
+    (32, pipeline(4, layers_per_stage=4), "pipeline_parallel_layers_per_stage: .* 9 stages, .* "
+     '= "1F1B" with pipeline_parallel_degree = 4 needs 4, one for each rank'),
+    (32, pipeline(4, "Interleaved1F1B", layers_per_stage=4), " 9 stages, .* = "
+     '"Interleaved1F1B" with pipeline_parallel_degree = 4 needs 8 or 12, two or more for each'),
+    (32, pipeline(4, "Interleaved1F1B", layers_per_stage=9), " 4 stages, .* needs 8 or 12, two or"),
+    (32, pipeline(2, "ZBVZeroBubble", layers_per_stage=6), " 6 stages, .* 2 needs 4, two for each"),
+    (4, pipeline(2, split_points=["layers.1", "layers.2"]), "split_points: .* makes 3 stages"),
+    (4, pipeline(2, module_fqns_per_model_part=[list(WHOLE)]), "model_part: it makes 1 stages"),
+    (4, named((), WHOLE), "module_fqns_per_model_part: stages of 0, 7 modules; .* norm and output"),
+    (4, pipeline(2, split_points=["output"]), "split_points: stages of 6, 1 modules; .* output"),
+])  # fmt: skip
+def test_resolve_stages_refuses(n_layers, config, pattern):
+    with pytest.raises(ConfigError, match=rf"^\[parallelism] .*{pattern}"):
+        resolve_stages(config, n_layers=n_layers)
+
+
+# ----- rank_stages -----
+@pytest.mark.parametrize(("schedule", "expected"), [
+    ("1F1B", [(0,), (1,)]),
+    ("Interleaved1F1B", [(0, 2), (1, 3)]),
+    ("ZBVZeroBubble", [(0, 3), (1, 2)]),
+])  # fmt: skip
+def test_stages_of_a_rank(schedule, expected):
+    stages = 2 * len(expected[0])
+    ranks = [SCHEDULES[schedule].rank_stages(rank, degree=2, stages=stages) for rank in (0, 1)]
+    assert ranks == expected
+
+
+# ----- check_pipeline, check_stages -----
+
+
+def check(config: ParallelismConfig, *, batch: int = 8, **tables: Any) -> list[str]:
+    training = {"local_batch_size": batch, "seq_len": 64}
+    parallelism = config.model_dump(exclude_unset=True)
+    return check_config(
+        Config.model_validate({"training": training, "parallelism": parallelism, **tables}),
+        world_size=config.pipeline_parallel_degree,
+    )
+
+
+EAGER = {"activation_checkpoint": {"mode": "none"}}
+FLOAT8 = {"float8": {"enable_float8_linear": True}}
+COMPILED = {"compile": {"enable": True}}
+
+
+def test_sound_pipelines():
+    for schedule in ("1F1B", "GPipe", "Interleaved1F1B"):
+        assert check(pipeline(2, schedule), **FLOAT8, **COMPILED) == []
+    for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        assert check(pipeline(2, schedule), **EAGER) == []
+    assert check(pipeline(2), batch=2) == check(pipeline(2), batch=5) == []
+    assert check(pipeline(2, "Interleaved1F1B"), batch=3) == []  # one round
+    assert check(pipeline(2, "ZBVZeroBubble"), batch=5, **EAGER) == []
+
+
+ZERO_BUBBLE = pipeline(2, "InterleavedZeroBubble")
+FAULTS = "pytorch/pytorch#161904, pytorch/pytorch#164756"
+TIED = {"model": {"flavor": "debugmodel", "tie_embeddings": True}}
+
+
+@pytest.mark.parametrize(("config", "tables", "pattern"), [
+    (pipeline(2, "Interleaved1F1B", microbatch_size=8), {},
+     r"training] global_batch_size = 8 makes 1 .*\[parallelism] pipeline_parallel_microbatch_size "
+     r"= 8 .* pipeline_parallel_degree = 2; increase local_batch_size or global_batch_size"),
+    (pipeline(2, "Interleaved1F1B"), {"batch": 5},
+     r'parallelism] pipeline_parallel_schedule = "Interleaved1F1B" .* multiple of its 5 // 2 = 2 '
+     r"rounds, not 5; use 4 or 6"),
+    (pipeline(2, fsdp_reduce_gradients="each"), {},
+     r'parallelism] fsdp_reduce_gradients = "each" .*pipeline_parallel_degree = 2: .* "last" or'),
+    (pipeline(8), {}, "parallelism] pipeline_parallel_degree = 8 makes 8 stages of 0, 1, 1, 1, "),
+    (pipeline(2), TIED,
+     r"parallelism] pipeline_parallel_degree = 2 .*\[model] tie_embeddings = true .*degree to 1"),
+    (ZERO_BUBBLE, EAGER | COMPILED,
+     rf'parallelism] pipeline_parallel_schedule = "InterleavedZeroBubble" .* '
+     rf"\[compile] enable = true \({FAULTS}\); set that to false, or use another schedule"),
+    (ZERO_BUBBLE, EAGER | FLOAT8,
+     r"parallelism] .*\[float8] enable_float8_linear = true .*; set that to false, or"),
+    (ZERO_BUBBLE, {"activation_checkpoint": {"mode": "full"}},
+     r'parallelism] .*\[activation_checkpoint] mode = "full" .*; set that to "none", or'),
+    (pipeline(2, "ZBVZeroBubble", fsdp_reshard_after_forward="always"), EAGER,
+     r'parallelism] .*\[parallelism] fsdp_reshard_after_forward = "always" .* that to "never", or'),
+])  # fmt: skip
+def test_check_config_refuses_a_pipeline(config, tables, pattern):
+    (message,) = check(config, **tables)
+    assert re.match(pattern, message[1:]), message

@@ -13,7 +13,7 @@ from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, Mode
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.planner import prediction
 from torchtitan_lite.planner.communication import CONTEXT, REPLICAS, SHARDING, TENSOR
-from torchtitan_lite.planner.pipeline import time_step
+from torchtitan_lite.planner.pipeline_time import time_step
 from torchtitan_lite.planner.prediction import Prediction, format_verdict, predict
 from torchtitan_lite.planner.roofline import Roofline
 from torchtitan_lite.planner.step import StepTime

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from sample_stores import OLD_RECIPE, RECIPE, write_store
 
 from torchtitan_lite.base.errors import DataError
-from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.store_report import format_window, verify_store
+from torchtitan_lite.data.store_writer import make_store
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sample_stores import OLD_RECIPE, RECIPE, stream, write_store
 
 from torchtitan_lite.base.errors import DataError, StorageError
-from torchtitan_lite.data import prepare, token_store
+from torchtitan_lite.data import store_writer, token_store
 from torchtitan_lite.data.corpus import open_cached, open_data
 from torchtitan_lite.data.encoder import encode_rows
 from torchtitan_lite.data.sources import open_source
@@ -45,7 +45,7 @@ def encode_here(monkeypatch):
         for batch in batches:
             yield batch, encode_rows(batch, **options)
 
-    monkeypatch.setattr(prepare, "encode_batches", encode_batches)
+    monkeypatch.setattr(store_writer, "encode_batches", encode_batches)
 
 
 @pytest.fixture
@@ -314,7 +314,7 @@ def test_one_process_makes_a_store_and_the_others_wait(source, cache):
     processes = [fork.Process(target=make, daemon=True) for _ in range(2)]
     for process in processes:
         process.start()  # before the lock is taken, or they would have it too
-    with prepare.exclusive(cache / f".{folder.name}.lock"):
+    with store_writer.exclusive(cache / f".{folder.name}.lock"):
         locked.set()
         assert all(started.acquire(timeout=60) for _ in processes)
         time.sleep(0.5)
@@ -332,7 +332,7 @@ def test_without_locks_one_process_makes_a_store_and_a_run_none(
 ):
     error = OSError(code, os.strerror(code))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
-    made = prepare.make_store(tmp_path / "made", source, build_tokenizer(""))
+    made = store_writer.make_store(tmp_path / "made", source, build_tokenizer(""))
     assert contents(made) == expected_ids()
     assert "without locks (flock)" in notices.messages[0]
     with pytest.raises(StorageError, match=r"without locks \(flock\).* XDG_CACHE_HOME"):

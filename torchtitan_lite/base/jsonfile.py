@@ -1,7 +1,7 @@
 """JSON and TOML from anyone, read into values that are safe to handle.
 
-Kind and size of the file, depth and size of the values are checked. A document is a JSON object
-whose field `sha256` is the hash of all other fields, so that damage is noticed.
+Kind and size of the file, depth and size of the values are checked. Hashed JSON is an object whose
+field `sha256` is the hash of all other fields, so that damage is noticed.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ MAX_DEPTH = 50
 MAX_DIGITS = 100
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 STRICT = ConfigDict(strict=True, extra="forbid")
-"""`__pydantic_config__` of a dataclass that is read from a document; holds for nested ones too."""
+"""`__pydantic_config__` of a dataclass that is read from JSON; holds for nested ones too."""
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:
@@ -104,13 +104,13 @@ def _parse(loads: Callable[[str], Any], content: bytes, kind: str) -> Any:
     return value
 
 
-def write_document(path: Path, fields: dict[str, Any]) -> None:
+def write_hashed_json(path: Path, fields: dict[str, Any]) -> None:
     """Write `fields` and their hash, replacing the file atomically. Raises OSError."""
     replace_file(path, json.dumps(fields | {"sha256": hash_fields(fields)}, indent=1))
 
 
-def validate_document(fields: dict[str, Any], schema: TypeAdapter[T], *, drop: set[str]) -> T:
-    """Compare the object of a document with its hash, and return the value that it describes.
+def validate_hashed_json(fields: dict[str, Any], schema: TypeAdapter[T], *, drop: set[str]) -> T:
+    """Compare the `fields` of hashed JSON with their hash, and return the value that they describe.
 
     The hash and the keys in `drop` are not part of the value. Raises ValueError, on one line, with
     the field that is wrong."""
@@ -133,5 +133,5 @@ def first_problem(error: ValidationError) -> str:
 
 
 def hash_fields(fields: dict[str, Any]) -> str:
-    """Return the SHA-256 of the fields of a document, in hex."""
+    """Return the SHA-256 of the fields of a JSON object, in hex."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()

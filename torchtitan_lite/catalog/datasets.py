@@ -1,6 +1,6 @@
-"""Named datasets: the table behind `[training] dataset` and `[validation] dataset`.
+"""Named datasets, of which `[training] dataset` and `[validation] dataset` name one.
 
-To add a dataset, add a row. The config validates names against this table without importing torch.
+To add a dataset, add a row to DATASETS. The config validates names without importing torch.
 """
 
 import sysconfig

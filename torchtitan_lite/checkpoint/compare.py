@@ -25,7 +25,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def listed(differences: list[str]) -> str:
     """Join the first differences for a message, and count the others."""
     more = len(differences) - MOST_LISTED
-    return "; ".join(differences[:MOST_LISTED] + [f"and {more} more"] * (more > 0))
+    others = [f"and {more} more"] if more > 0 else []
+    return "; ".join(differences[:MOST_LISTED] + others)
 
 
 def check_model(

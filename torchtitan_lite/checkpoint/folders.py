@@ -60,7 +60,7 @@ def hf_folder(step_dir: Path) -> Path:
     return step_dir.with_name(f"{step_dir.name}{HF_SUFFIX}")
 
 
-def named_steps(folder: Path) -> list[int]:
+def steps_with_folder(folder: Path) -> list[int]:
     """Return the steps that have a folder, ascending, whatever the folder contains."""
     if not folder.is_dir():
         return []
@@ -69,9 +69,9 @@ def named_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def committed_steps(folder: Path) -> list[int]:
+def steps_with_manifest(folder: Path) -> list[int]:
     """Return the steps whose folder has a manifest, ascending."""
-    steps = named_steps(folder)
+    steps = steps_with_folder(folder)
     return [step for step in steps if (step_folder(folder, step) / MANIFEST).is_file()]
 
 
@@ -143,7 +143,7 @@ def prune(folder: Path, keep: int) -> None:
 
     Warns about a checkpoint with a foreign file, and keeps it. Raises StorageError if the disk
     fails."""
-    steps = committed_steps(folder)
+    steps = steps_with_manifest(folder)
     sound = [step for step in steps if not find_problems(step_folder(folder, step), hashes=False)]
     oldest_kept = sound[-keep:][0] if keep and sound else 0
     with storage_errors(folder):
@@ -231,22 +231,22 @@ class CheckpointSummary:
     weights_only: bool = False
 
 
-def step_folders(path: Path) -> list[Path]:
+def find_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint at `path`, or the checkpoints in it, by step, if it is a run folder or
     its folder of checkpoints. Raises CheckpointError if there is none."""
     if path.exists() and (STEP.fullmatch(path.name) or (path / MANIFEST).is_file()):
         return [path]
-    if found := _steps_in(path):
+    if found := _checkpoints_in(path):
         return found
     rule = "name a run folder, its folder of checkpoints, or a step's"
     raise CheckpointError(f"{explain(path, f'has no checkpoints: {rule}')}.")
 
 
-def _steps_in(path: Path) -> list[Path]:
+def _checkpoints_in(path: Path) -> list[Path]:
     """Return the checkpoints in a folder of checkpoints or a run folder, by step."""
     children = sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
     for folder in (path, *children):
-        if steps := named_steps(folder):
+        if steps := steps_with_folder(folder):
             return [step_folder(folder, step) for step in steps]
     return []
 
@@ -265,7 +265,7 @@ def explain(path: Path, reason: str) -> str:
     if there == path or there != there.parent:  # not "/" or "." for whatever is missing
         with suppress(OSError):
             steps = [*there.glob(ANY_STEP), *there.glob(f"previous/{ANY_STEP}")]
-            found = _steps_in(there) or sorted({step.parents[1] for step in steps})
+            found = _checkpoints_in(there) or sorted({step.parents[1] for step in steps})
     problem = ("is no checkpoint" if found else reason) if path.exists() else "is missing"
     if not found:
         return f"{path} {problem}"
@@ -280,8 +280,8 @@ def find_kind(path: Path) -> str:
     except OSError as error:
         names, reason = [], f"cannot be listed: {error.strerror}"
     else:
-        tables = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]  # steps of torchtitan
-        held = sorted(str(table.parent) for table in tables) or names
+        inside = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]  # steps of torchtitan
+        held = sorted(str(metadata.parent) for metadata in inside) or names
         reason = f"holds {', '.join(held[-MOST_NAMED:]) or 'nothing'}"
 
     for kind, patterns in KINDS.items():

@@ -24,8 +24,8 @@ from torchtitan_lite.base.jsonfile import (
     parse_toml,
     read_json_object,
     regular_size,
-    validate_document,
-    write_document,
+    validate_hashed_json,
+    write_hashed_json,
 )
 
 FORMAT = 1
@@ -167,7 +167,7 @@ _SCHEMA = TypeAdapter(CheckpointManifest)
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Write a manifest into the folder of its checkpoint. Raises OSError if that fails."""
-    write_document(folder / MANIFEST, {"format": FORMAT, **asdict(manifest)})
+    write_hashed_json(folder / MANIFEST, {"format": FORMAT, **asdict(manifest)})
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
@@ -181,7 +181,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         if fields.get("format") != FORMAT:
             raise ValueError(f"its format is {fields.get('format')}, this version reads {FORMAT}")
         # Earlier versions have written a hash of the config too.
-        manifest = validate_document(fields, _SCHEMA, drop={"format", "config_sha256"})
+        manifest = validate_hashed_json(fields, _SCHEMA, drop={"format", "config_sha256"})
     except ABSENT as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
     except OSError as error:

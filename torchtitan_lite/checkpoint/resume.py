@@ -41,7 +41,7 @@ class Resume:
         step = self.manifest.progress.step
         if step >= last_step or not self.manifest.has_weights_only:
             return
-        there = [other for other in folders.named_steps(self.path.parent) if other != step]
+        there = [other for other in folders.steps_with_folder(self.path.parent) if other != step]
         raise CheckpointError(
             f"[checkpoint] load_step: {self.path} has only weights, as its run had "
             "last_save_model_only = true, and cannot be resumed. Set load_step to an earlier step "
@@ -82,7 +82,7 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
     if checkpoint.load_step == 0:
         return None
     wanted = f"[checkpoint] load_step = {checkpoint.load_step}"
-    there = on_rank0(lambda: folders.named_steps(folder))
+    there = on_rank0(lambda: folders.steps_with_folder(folder))
     names = ", ".join(map(str, there)) or "none"
     if checkpoint.load_step not in (-1, *there):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The command `torchtitan-lite`: a table of commands, each with one module here.
+"""The command `torchtitan-lite`: the names of its commands, each a module here.
 
 A command's module has a docstring (its first line is the summary, all of it the help),
 `add_arguments(parser)` and `run(args)`, which returns the exit code or raises a RunError.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.base.jsonfile import strict_json
-from torchtitan_lite.checkpoint.folders import format_summaries, step_folders, summarize
+from torchtitan_lite.checkpoint.folders import find_checkpoints, format_summaries, summarize
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def ls(args: argparse.Namespace) -> int:
     """Print one line for each checkpoint."""
-    summaries = [summarize(path) for path in step_folders(args.folder)]
+    summaries = [summarize(path) for path in find_checkpoints(args.folder)]
     as_json = strict_json([asdict(each) for each in summaries])
     print(as_json if args.json else format_summaries(summaries))
     return 0
@@ -55,7 +55,7 @@ def verify(args: argparse.Namespace) -> int:
     # Imported here because torch takes seconds to import, and ls does without.
     from torchtitan_lite.checkpoint.reading import verify_checkpoint
 
-    paths = [path for each in args.paths for path in step_folders(each)]
+    paths = [path for each in args.paths for path in find_checkpoints(each)]
     found = {str(path): verify_checkpoint(path, hashes=not args.quick) for path in paths}
     sound = "sizes are as written" if args.quick else "every byte is as written"
     if args.json:

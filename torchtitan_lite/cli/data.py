@@ -17,9 +17,9 @@ from pathlib import Path
 
 from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import storage_fix
-from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.store_report import format_window, verify_store
+from torchtitan_lite.data.store_writer import make_store
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 

@@ -15,7 +15,6 @@ from .course import Course, keep_batch, read_decisive
 from .keys import did_you_mean, format_config_page, format_help, show_settings
 from .layers import asks_for_help, find_config, given_keys, shipped_configs
 from .loading import check_model_table, dump_config, load_config, shared_settings
-from .pipeline import Stages, resolve_stages, zero_bubble
 from .schema import config_schema
 from .sections import (
     ActivationCheckpointConfig,
@@ -36,4 +35,5 @@ from .sections import (
     TrainingConfig,
     ValidationConfig,
 )
+from .stages import Stages, resolve_stages, zero_bubble
 from .types import expand_user

@@ -24,8 +24,8 @@ from .arithmetic import (
     sequence_parts,
 )
 from .keys import show
-from .pipeline import check_pipeline, check_stages
 from .sections import Config, LRSchedulerConfig
+from .stages import check_pipeline, check_stages
 
 
 def check_config(config: Config, *, world_size: int, unsound: Collection[str] = ()) -> list[str]:

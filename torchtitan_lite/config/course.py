@@ -84,10 +84,9 @@ class Course:
 
     def schedule(self) -> tuple[object, ...]:
         """Return what decides on all learning rates."""
-        table = self.config.lr_scheduler
-        steps = table.total_steps or self.last_step
-        table = table.model_copy(update={"total_steps": steps})
-        return self.config.optimizer.lr, self.schedule_start, table
+        keys = self.config.lr_scheduler
+        keys = keys.model_copy(update={"total_steps": keys.total_steps or self.last_step})
+        return self.config.optimizer.lr, self.schedule_start, keys
 
     def changes(self, before: "Course", *, step: int) -> Iterator[str]:
         """Yield the differences from the course of a run that saved `step`."""

@@ -273,7 +273,7 @@ class Float8Config(Section):
 
     @property
     def recipe(self) -> Recipe:
-        """The row of the recipe table that `recipe_name` names."""
+        """The row of RECIPES that `recipe_name` names."""
         return RECIPES[self.recipe_name]
 
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     OptimizerName = str
     RecipeName = str
     ScheduleName = str
-else:  # the choices are the rows of tables
+else:  # the choices are the keys of these dicts
     DatasetName = Literal[tuple(DATASETS)]
     DecayType = Literal[tuple(DECAYS)]
     OptimizerName = Literal[tuple(OPTIMIZERS)]

@@ -16,8 +16,8 @@ from torchtitan_lite.config import TrainingConfig, ValidationConfig, expand_user
 
 from .dataloader import Corpus, TrainingBatches, count_windows
 from .mixture import Mixture
-from .prepare import make_store
 from .sources import HF_PREFIX, Source, build_source
+from .store_writer import make_store
 from .token_store import TokenStore, is_store
 from .tokenizer import Tokenizer
 
@@ -57,7 +57,9 @@ def build_corpora(
     if validation.enable and has_own_data(validation):
         other, validated = build_validation_corpus(training, validation, tokenizer, **shape)
         fingerprint = other.stores["validation"].fingerprint
-        held_out = [validated * (store.fingerprint == fingerprint) for store in stores.values()]
+        held_out = [
+            validated if store.fingerprint == fingerprint else 0 for store in stores.values()
+        ]
 
     # Windows once held out stay so: the order of the others depends on their number.
     held_out = [
@@ -88,8 +90,10 @@ def build_validation_corpus(
 
 def _validated(training: TrainingConfig, validation: ValidationConfig, all_samples: int) -> int:
     """Return the number of samples of a validation. With steps = -1, that is `all_samples`."""
+    if not validation.enable:
+        return 0
     asked = validation.steps * training.local_batch_size
-    return (asked if asked > 0 else all_samples) * validation.enable
+    return asked if asked > 0 else all_samples
 
 
 def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, TokenStore]:
@@ -257,9 +261,9 @@ def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
     # A line for each store, then which of steps and epochs ends the run.
     for windows, share in zip(corpus.windows, shares, strict=True):
         store = windows.store
-        held_out = f"{windows.held_out:,} more are held out for validation; " * (
-            windows.held_out > 0
-        )
+        held_out = ""
+        if windows.held_out > 0:
+            held_out = f"{windows.held_out:,} more are held out for validation; "
         logger.info(
             f"{windows.name}: {store.documents:,} documents, {store.tokens:,} tokens, {share:.2%} "
             f"of the samples; an epoch is {windows.epoch_size:,} windows of {training.seq_len}, "

@@ -144,7 +144,7 @@ def _visible_files(
     try:
         status = folder.stat()
         with os.scandir(folder) as entries:
-            names = sorted(entry.name + "/" * entry.is_dir() for entry in entries)
+            names = sorted(f"{each.name}/" if each.is_dir() else each.name for each in entries)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from error
     above = (*above, (status.st_dev, status.st_ino))
@@ -288,9 +288,9 @@ def _open_hf_dataset(row: NamedDataset) -> tuple[list[Chunk], str]:
         folder = Path(expand_user(name))
         saved = [path for path in (folder, folder / split) if (path / "state.json").is_file()]
         if saved:
-            table = datasets.load_from_disk(saved[0])
-            pieces = min(len(table), table.data.nbytes // CHUNK_BYTES) or 1
-            dataset, state = table.to_iterable_dataset(pieces), table._fingerprint
+            stored = datasets.load_from_disk(saved[0])
+            pieces = min(len(stored), stored.data.nbytes // CHUNK_BYTES) or 1
+            dataset, state = stored.to_iterable_dataset(pieces), stored._fingerprint
         else:
             path = str(folder) if folder.exists() else name
             try:

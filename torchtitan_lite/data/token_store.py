@@ -32,8 +32,8 @@ from torchtitan_lite.base.jsonfile import (
     Count,
     read_json_object,
     regular_size,
-    validate_document,
-    write_document,
+    validate_hashed_json,
+    write_hashed_json,
 )
 
 from .store_files import documents_file, tokens_file
@@ -123,7 +123,7 @@ def is_store(path: Path) -> bool:
 
 def write_manifest(path: Path, manifest: StoreManifest) -> None:
     """Write a manifest, with a hash of all its fields, in one step."""
-    write_document(path, asdict(manifest))
+    write_hashed_json(path, asdict(manifest))
 
 
 def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
@@ -136,7 +136,7 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
         recipe = fields.get("recipe")
         version = recipe.get("format") if isinstance(recipe, dict) else None
         if version is None or version in tuple(START_DTYPES):
-            manifest = validate_document(fields, _SCHEMA, drop=set())
+            manifest = validate_hashed_json(fields, _SCHEMA, drop=set())
             _check_counts(manifest)
             return manifest
     except (*ABSENT, ValueError) as error:

@@ -133,13 +133,13 @@ class NumericsMonitor:
         sqnr[not_finite] = -math.inf
         amax = self._amax.cpu()
         amax[not_finite] = math.inf  # a maximum over ranks may lose a NaN; a sum does not
-        table = torch.stack([sqnr, amax, underflows / count, saturated / count], dim=-1).tolist()
+        values = torch.stack([sqnr, amax, underflows / count, saturated / count], dim=-1).tolist()
 
         # Find the worst layer of each kind.
         kinds: Numerics = {kind: {} for kind in self._kinds}
         for kind, rows in self._kinds.items():
             for role, name in enumerate(ROLES):
-                layers = {n: table[row][role] for n, row in rows.items() if count[row, role]}
+                layers = {n: values[row][role] for n, row in rows.items() if count[row, role]}
                 if layers:
                     kinds[kind][name] = _worst(layers)
         return kinds

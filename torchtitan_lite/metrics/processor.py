@@ -31,7 +31,7 @@ from .figures import (
 )
 from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
-from .stages import StageTimes
+from .stage_times import StageTimes
 from .values import StepValues
 from .writers import warn_left_out
 
@@ -101,14 +101,14 @@ class MetricsProcessor:
         writers: list[Writer],
         start_tokens: int,
         earlier_losses: Sequence[float] = (),
-        stages: StageTimes | None = None,
+        stage_times: StageTimes | None = None,
     ) -> None:
         """`start_tokens` is the number of tokens trained on before this process, 0 in a new run,
         `earlier_losses` the losses of the last steps that were logged then. Only ranks that write
-        metrics have writers, only those of pipelines `stages`."""
+        metrics have writers, only those of pipelines `stage_times`."""
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
         self.device, self.n_devices, self.writers = device, n_devices, writers
-        self.stages = stages
+        self.stage_times = stage_times
         self.skips = Skips()
         """The longest series of steps without an update that the host knows of."""
 
@@ -219,9 +219,9 @@ class MetricsProcessor:
 
     def own_times(self) -> list[float]:
         """Return what the other ranks of a pipeline are to know of this one, see `StageTimes`."""
-        if self.stages is None:
+        if self.stage_times is None:
             return []
-        return self.stages.own(self._totals, peak_memory_gib(self.device))
+        return self.stage_times.own(self._totals, peak_memory_gib(self.device))
 
     # ----- Records -----
 
@@ -248,7 +248,7 @@ class MetricsProcessor:
         memory_gib, total_gib = peak_memory_gib(self.device), total_memory_gib(self.device)
         share, imbalance = (since[name] / steps if name in since else None for name in AVERAGED)
         rates = compute_rates(tps, ledger=self.ledger, peaks=self.peaks, attention_share=share)
-        of_stages = self.stages.figures(tokens / steps, self.peaks) if self.stages else {}
+        of_stages = self.stage_times.figures(tokens / steps, self.peaks) if self.stage_times else {}
         self._last_record = StepRecord(
             step=ended.step,
             time=ended.time,
@@ -325,7 +325,7 @@ class MetricsProcessor:
             tps=tps,
             mfu=mfu,
             times_s=dict(self._times),
-            bubble_pct=self.stages.bubble_pct() if self.stages else None,
+            bubble_pct=self.stage_times.bubble_pct() if self.stage_times else None,
         )
 
     def close(self) -> None:

@@ -39,8 +39,10 @@ def _op_contexts() -> Any:
     seen: Counter[bool] = Counter()
 
     def keep_every_second_matmul(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        seen[ctx.is_recompute] += op in MATMULS
-        keep = seen[ctx.is_recompute] % 2 == 1 if op in MATMULS else op in SAVED
+        keep = op in SAVED
+        if op in MATMULS:
+            seen[ctx.is_recompute] += 1
+            keep = seen[ctx.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(keep_every_second_matmul)

@@ -1,7 +1,6 @@
 """The device mesh, gathers over it, and determinism."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,17 +50,17 @@ def build_groups(degrees: ParallelDegrees, *, device_type: str) -> Groups:
     )
 
 
-def start_all_gather(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Start to gather `x` from all ranks of `group`. Return a function that waits for the values of
-    all ranks, and returns them stacked, in the order of ranks."""
-    gathered = [torch.empty_like(x) for _ in range(group.size())]
-    gathering = dist.all_gather(gathered, x, group=group, async_op=True)
+class AllGather:
+    """A gather of `x` from all ranks of `group`, which begins at once."""
 
-    def wait() -> Tensor:
-        gathering.wait()
-        return torch.stack(gathered)
+    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
+        self._values = [torch.empty_like(x) for _ in range(group.size())]
+        self._work = dist.all_gather(self._values, x, group=group, async_op=True)
 
-    return wait
+    def wait(self) -> Tensor:
+        """Wait for the values of all ranks. Return them stacked, in the order of ranks."""
+        self._work.wait()
+        return torch.stack(self._values)
 
 
 def set_determinism(debug: DebugConfig) -> None:

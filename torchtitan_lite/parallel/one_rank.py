@@ -57,6 +57,7 @@ class MixedPrecisionTransformer(Transformer):
 
 def apply_mixed_precision(model: Transformer, *, training: TrainingConfig) -> None:
     """Make `model`, on meta, compute with copies of its weights, in place."""
+    # fully_shard swaps the class too: a wrapper would change the names of parameters.
     model.__class__ = MixedPrecisionTransformer
     assert isinstance(model, MixedPrecisionTransformer)
     model.copies = WeightCopies(model, training)

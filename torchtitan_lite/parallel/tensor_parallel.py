@@ -142,11 +142,13 @@ def _style(plain: type[ParallelStyle], *, float8: bool) -> Any:
 def float8_gathers(tensorwise: Collection[str]) -> int:
     """Count the activations and gradients that a microbatch gathers in float8, not recomputed ones.
     `tensorwise` are the names of the linears that have one scale per tensor."""
-    gathers = int("output" in tensorwise)
+    gathers = 1 if "output" in tensorwise else 0
     for path in {name.rpartition(".")[0] for name in tensorwise} - {""}:
         part = path.rpartition(".")[2]
-        gathers += all(f"{path}.{name}" in tensorwise for name in COLUMN_SPLIT[part])
-        gathers += f"{path}.{ROW_SPLIT[part]}" in tensorwise
+        if all(f"{path}.{name}" in tensorwise for name in COLUMN_SPLIT[part]):
+            gathers += 1
+        if f"{path}.{ROW_SPLIT[part]}" in tensorwise:
+            gathers += 1
     return gathers
 
 

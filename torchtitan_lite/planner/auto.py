@@ -24,10 +24,11 @@ CHECKPOINTING = (
 )
 """Modes of activation checkpointing and their options to choose from, mostly from the fastest to
 the smallest. Every second block is missing: "op" is faster, and keeps less."""
-RESHARDING = ("never", "default"), ("default", "always")
-"""Values of fsdp_reshard_after_forward to choose from, in the same order, without pipelines and
-with them. Without, "always" has the peak memory of "default", and is slower. With them "default"
-and "never" are the same, and a zero-bubble schedule needs that."""
+RESHARDING = ("never", "default")
+"""Values of fsdp_reshard_after_forward to choose from, in the same order. Without pipelines
+"always" has the peak memory of "default", and is slower."""
+RESHARDING_IN_PIPELINES = ("default", "always")
+"""In pipelines "default" and "never" are the same, and a zero-bubble schedule needs that."""
 SAME_TIME = 1.005
 """Steps whose times differ by less are taken as equally fast."""
 STAND_IN = "H100 SXM"
@@ -76,8 +77,9 @@ class KeptOption(NamedTuple):
 
     def __str__(self) -> str:
         ac, sharding = self.work.job.config.activation_checkpoint, self.work.job.config.parallelism
-        accumulates = self.work.job.batch.grad_accum_steps > 1
-        reduced = f', fsdp_reduce_gradients "{sharding.fsdp_reduce_gradients}"' * accumulates
+        reduced = ""
+        if self.work.job.batch.grad_accum_steps > 1:
+            reduced = f', fsdp_reduce_gradients "{sharding.fsdp_reduce_gradients}"'
         return (
             f'activation_checkpoint "{ac.label}", fsdp_reshard_after_forward '
             f'"{sharding.fsdp_reshard_after_forward}"{reduced}: {self.step_s:.4g} s a step, '
@@ -105,10 +107,11 @@ def kept_options(
     modes = by_mode if ac.mode == AUTO else [(ac.mode, ac.selective_ac_option)]
     values: Sequence[str] = [sharding.fsdp_reshard_after_forward]
     if values[0] == AUTO:
-        stays = without_fsdp(job) or zero_bubble(sharding)
-        values = ["default"] if stays else RESHARDING[job.degrees.pp > 1]
+        values = RESHARDING_IN_PIPELINES if job.degrees.pp > 1 else RESHARDING
+        if without_fsdp(job) or zero_bubble(sharding):
+            values = ["default"]
     spec = device or lookup_device(STAND_IN)
-    assert spec is not None, "the stand-in is in the table of devices"
+    assert spec is not None, "DEVICES has the stand-in"
 
     # Which linears are better in float8 hardly depends on the choice: it is decided for the first.
     choices, tried = None, []

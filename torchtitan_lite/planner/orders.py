@@ -108,8 +108,8 @@ def rank_ends(
                 if kind != "W" and needed.stage in rank_of:
                     if needed not in ends:
                         break
-                    sent = rank_of[needed.stage] != rank
-                    now[rank] = max(now[rank], ends[needed] + send_s * sent)
+                    sending = send_s if rank_of[needed.stage] != rank else 0.0
+                    now[rank] = max(now[rank], ends[needed] + sending)
                 now[rank] += seconds[kind, stage]
                 ends[action] = now[rank]
                 done[rank] += 1
@@ -123,10 +123,17 @@ def in_flight(
     """Return the most bytes of activations until the first backward begins, and after it, from the
     bytes that each stage keeps of a microbatch after its forward, and those of them that its
     backward frees."""
-    now, most, later = 0, [0, 0], False
+    now = before = after = 0
+    has_backward = False
     for kind, stage, _ in order:
-        now += kept[stage] * (kind == "F")
-        most[later] = max(most[later], now)
-        later = later or kind in "BI"
-        now -= freed[stage] * (kind in "BW")
-    return most[0], most[1]
+        if kind == "F":
+            now += kept[stage]
+        if has_backward:
+            after = max(after, now)
+        else:
+            before = max(before, now)
+        if kind in "BI":
+            has_backward = True
+        if kind in "BW":
+            now -= freed[stage]
+    return before, after

@@ -19,13 +19,13 @@ from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
 from torchtitan_lite.training.model import MetaModel, build_meta_model
 
 from .auto import find_fitting, resolve_auto, turn_on_float8
-from .checks import check_planned
 from .communication import Network, rings_of
 from .constants import constants_of, rates_of
+from .pipeline_report import plan_pipeline
 from .prediction import Prediction, format_verdict
 from .rank import state_widths
+from .refusals import check_planned
 from .roofline import Roofline
-from .stages import plan_pipeline
 from .workload import Workload, build_workload, tokenizer_values
 
 SECONDS_PER_DAY = 86_400

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torchtitan_lite.float8.selection import LinearChoice
 
 from .constants import Rates, move_constants
-from .pipeline import time_step
+from .pipeline_time import time_step
 from .roofline import Roofline
 from .step import StepTime
 

@@ -14,7 +14,7 @@ from torchtitan_lite.metrics.hardware import given_peaks, host_memory_gib, total
 from torchtitan_lite.metrics.writers import check_writers_installed
 from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.run.process_group import local_world_size
-from torchtitan_lite.training.build import writing_ranks
+from torchtitan_lite.training.build import run_on_writing_ranks
 from torchtitan_lite.training.model import find_attention
 
 from .auto import resolve_auto
@@ -35,7 +35,7 @@ def prepare_job(
         saved = read_decisive(resume.manifest.config, world_size=resume.manifest.world_size)
         size = saved.training.global_batch_size
         config = keep_batch(config, saved=size, world_size=world_size)
-    writing_ranks(config.metrics)(lambda: check_writers_installed(config.metrics))
+    run_on_writing_ranks(config.metrics, lambda: check_writers_installed(config.metrics))
     set_determinism(config.debug)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer.values)

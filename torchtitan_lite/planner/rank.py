@@ -164,18 +164,21 @@ class Rank:
         else:
             # The embedding's backward does not need it. The last microbatch without FSDP frees it.
             stays = self.reshard == "never" and (not self.without_fsdp or self.accum_steps > 2)
-            gathered = self.gathered_width * matrix * stays
+            gathered = self.gathered_width * matrix if stays else 0
             first = Group(EMBEDDING, matrix, gathered=gathered, working=self.hidden)
             saved += self.width * matrix if self.fuses_loss else 0
             all_gather = self.config.float8.enable_fsdp_float8_all_gather and self.float8_output
-            in_float8, gathered = matrix * all_gather, self.gathered_width * last
+            in_float8, gathered = matrix if all_gather else 0, self.gathered_width * last
             head = Group(OUTPUT, last, in_float8, gathered, saved, saved + self.hidden)
 
         # A stage of a pipeline can lack the ends.
         first = first if self.has_embedding else Group(EMBEDDING)
         head = head if self.has_output else Group(OUTPUT)
-        kinds = [_block(self, checkpointed=False), _block(self, checkpointed=True)]
-        blocks = [replace(kinds[i in self.checkpointed], name=f"layers.{i}") for i in self.blocks]
+        plain, checkpointed = _block(self, checkpointed=False), _block(self, checkpointed=True)
+        blocks = [
+            replace(checkpointed if i in self.checkpointed else plain, name=f"layers.{i}")
+            for i in self.blocks
+        ]
         return [first, *blocks, head]
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.metrics.flops import MATMULS
 
-from .stages import format_stages
+from .pipeline_report import format_stages
 
 GIB = 2**30
 FLOPS_PARTS = ("block_linears", "output", "attention")
@@ -109,7 +109,8 @@ def format_answer(plan: Plan) -> str:
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], *, notes: bool = False) -> str:
     """Align all columns but the first to the right; the last one not, if it has `notes`."""
-    return format_columns([header, *rows], right=range(1, len(header) - notes))
+    end = len(header) - 1 if notes else len(header)
+    return format_columns([header, *rows], right=range(1, end))
 
 
 def _number(value: float | None, form: str = ",.2f") -> str:

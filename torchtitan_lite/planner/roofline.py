@@ -279,12 +279,12 @@ class Roofline:
         rank casts its weights."""
         if not group.weights:
             return Cost()
+        casts = 21 if group.in_float8 else 0  # kernels
         if without_fsdp(self.job):
-            nbytes = 6 * group.weights + 19 * group.in_float8
-            return self.move(nbytes, 2 + 21 * bool(group.in_float8))
+            return self.move(6 * group.weights + 19 * group.in_float8, 2 + casts)
         whole = 4 * group.weights - 2 * group.in_float8
         shard = (10 * group.weights + 13 * group.in_float8) / self.job.degrees.fsdp
-        return self.move(whole + shard, 6 + 21 * bool(group.in_float8))
+        return self.move(whole + shard, 6 + casts)
 
     def gradient_copies(self, parameters: int, reductions: int) -> Cost:
         """Cost of the copies of gradients in a step: a cast, to reduce them or to add others of

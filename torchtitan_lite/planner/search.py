@@ -21,7 +21,7 @@ from torchtitan_lite.config.job import Job, TokenizerValues, build_job
 from torchtitan_lite.float8.selection import AUTO
 
 from .auto import find_fitting, kept_options, name_kept
-from .checks import check_planned
+from .refusals import check_planned
 from .workload import Workload, build_workload, tokenizer_values
 
 SHOWN = 5  # layouts in the answer

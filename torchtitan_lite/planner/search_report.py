@@ -47,8 +47,9 @@ def _answer(request: Mapping[str, Any], best: Layout) -> tuple[str, str]:
         pipeline
         + f"replicate {{dp_replicate}} x shard {{dp_shard}} x {context}TP {{tp}}".format_map(best)
     )
-    passes = best["grad_accum_steps"]
-    microbatch = f"{f'{passes} passes x ' * (passes > 1)}microbatch {best['local_batch_size']}"
+    microbatch = f"microbatch {best['local_batch_size']}"
+    if (passes := best["grad_accum_steps"]) > 1:
+        microbatch = f"{passes} passes x {microbatch}"
     kept = " ".join(kind.rpartition(".")[2] for kind in best["kept_in_bf16"])
     if kept and best["float8_recipe"]:
         microbatch += f", {kept} in bf16"
@@ -59,9 +60,9 @@ def _answer(request: Mapping[str, Any], best: Layout) -> tuple[str, str]:
 
 
 def _settings(layouts: Sequence[Layout]) -> str:
-    pipelines = any(layout["pp"] > 1 for layout in layouts)
-    axes = "PP x " * pipelines + "replicate x shard x TP"
-    sizes = "{pp} x " * pipelines + "{dp_replicate} x {dp_shard} x {tp}"
+    axes, sizes = "replicate x shard x TP", "{dp_replicate} x {dp_shard} x {tp}"
+    if any(layout["pp"] > 1 for layout in layouts):
+        axes, sizes = f"PP x {axes}", f"{{pp}} x {sizes}"
     columns = {
         "": "{rank}",
         axes: sizes,
@@ -77,7 +78,8 @@ def _recipe(layout: Layout) -> str:
     """Name the recipe, and what chooses its linears if that is the planner."""
     if layout["float8_recipe"] is None:
         return "bf16"
-    return layout["float8_recipe"] + ", auto" * (AUTO in layout["filter_fqns"])
+    chosen = ", auto" if AUTO in layout["filter_fqns"] else ""
+    return f"{layout['float8_recipe']}{chosen}"
 
 
 def _figures(layouts: Sequence[Layout]) -> str:

@@ -119,9 +119,11 @@ class Step:
         """Seconds in which the host launches that many kernels, runs the blocks' hooks and updates
         parameters that are split."""
         rates, n_layers = self.roofline.rates, self.job.model_args.n_layers
-        sharded = self.job.degrees.tp > 1 or not self.rank.without_fsdp
-        ends = self.rank.has_embedding + NORM_AND_OUTPUT * self.rank.has_output
-        tensors = sharded * (BLOCK_PARAMETERS * n_layers + ends)
+        tensors = 0
+        if self.job.degrees.tp > 1 or not self.rank.without_fsdp:
+            tensors = BLOCK_PARAMETERS * n_layers
+            tensors += 1 if self.rank.has_embedding else 0
+            tensors += NORM_AND_OUTPUT if self.rank.has_output else 0
         return (
             kernels * rates.host_seconds_per_kernel
             + self.job.batch.grad_accum_steps * n_layers * rates.host_seconds_per_block
@@ -172,7 +174,7 @@ class Step:
         """Computation between the two passes: the projection to the vocabulary and the loss."""
         output = [linear for linear in self.linears if linear.kind == OUTPUT]
         costs = self.roofline.linears(output, self.in_float8)
-        loss = self.roofline.loss() * self.rank.has_output
+        loss = self.roofline.loss() if self.rank.has_output else Cost()
         return {"output": sum(costs, Passes()).both, "loss": loss}
 
     def _sharded(self, replicas: Ring, compute: Passes) -> tuple[float, float]:
@@ -218,14 +220,15 @@ class Step:
             return Passes()
         ring, elements = self.rings[TENSOR], rank.tokens * args.dim
         hides = hides and self.job.config.parallelism.enable_async_tensor_parallel
-        left = 1 - hides * self.roofline.rates.async_tensor_parallel
+        left = 1 - self.roofline.rates.async_tensor_parallel if hides else 1
 
         def gather(tensor: str) -> Cost:
             in_float8 = rank.gathers_float8(tensor)
             nbytes = elements * (1 if in_float8 else rank.width)
             # One sequence is gathered in place; of several the pieces are put together.
-            copied = self.roofline.move(2 * nbytes, 1) * (self.job.batch.local_batch_size > 1)
-            cost = Cost(self.network.gather_s(nbytes, ring), 1) + copied
+            cost = Cost(self.network.gather_s(nbytes, ring), 1)
+            if self.job.batch.local_batch_size > 1:
+                cost += self.roofline.move(2 * nbytes, 1)
             return cost * (left if in_float8 or not self.in_float8 else 1)
 
         # Sums are scattered in the compute type, from a copy that is ordered by ranks.
@@ -253,11 +256,16 @@ class Step:
         forward = inputs + scatter * 2 + scale * in_forward
         backward = gradients + scatter_back * 2 + scale * in_backward
         # Around the projection, and of the embedding: the backward does the reverse.
-        projection, embedding = rank.has_output, rank.has_embedding
-        first = gather("norm") * projection + scatter * embedding
-        back = gather("norm") * embedding + scatter * projection
+        first, back, logits = Cost(), Cost(), Cost()
+        if rank.has_output:
+            first += gather("norm")
+            back += scatter
+            logits = self._gathered_logits(ring)
+        if rank.has_embedding:
+            first += scatter
+            back += gather("norm")
         return Passes(
-            forward * args.n_layers + first + self._gathered_logits(ring) * projection,
+            forward * args.n_layers + first + logits,
             backward * args.n_layers + again * checkpointed + back,
         )
 
@@ -267,12 +275,12 @@ class Step:
         degrees, sizes, move = self.job.degrees, self.rank.attention, self.roofline.move
         if degrees.cp == 1:
             return Passes()
-        whole, chunks = sizes.gathered, 1 + sizes.in_chunks
+        whole, chunks = sizes.gathered, 2 if sizes.in_chunks else 1
         collective = Cost(self.network.gather_s(whole, self.rings[CONTEXT]), 1)
 
         # Keys and values are put together, and the gathered ones into the order of the sequence.
         # Gradients take the same way back, those of two chunks added up. So does the output.
-        output = 2 * sizes.width * sizes.heads * sizes.in_chunks
+        output = 2 * sizes.width * sizes.heads if sizes.in_chunks else 0
         forward = collective + move((2 / degrees.cp + 2) * whole + output, 1 + chunks)
         backward = collective + move((1 + chunks) * whole + output, chunks)
 

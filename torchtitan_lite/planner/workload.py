@@ -14,7 +14,7 @@ from torchtitan_lite.training.model import choose_linears, find_recomputed
 
 from .constants import rates_of
 from .memory import Moment, rank_moments
-from .pipeline import time_step
+from .pipeline_time import time_step
 from .prediction import Prediction, predict
 from .rank import without_fsdp
 from .roofline import Roofline

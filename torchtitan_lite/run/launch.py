@@ -127,7 +127,7 @@ class Launch:
             "timeout_s": timeout_s,
         }
 
-    def command(self) -> str:
+    def restart_command(self) -> str:
         """Return the shell command that starts the run again. It leaves out --checkpoint.load_step,
         because the run would load that step again instead of the last one."""
         variables = {"CONFIG_FILE": self.config_file, "NGPU": self.ngpu}
@@ -244,7 +244,7 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
         f"last checkpoint: {last_checkpoint or 'none'}",
         f"run folder: {path}",
         f"logs: {find_logs(log_dir, rank=rank, first_rank=launch.node_rank * launch.ngpu)}",
-        f"next: {advice}; this {effect}: {launch.command()}",
+        f"next: {advice}; this {effect}: {launch.restart_command()}",
     )
     return code
 

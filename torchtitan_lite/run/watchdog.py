@@ -126,7 +126,7 @@ class Watchdog:
     def stop_requested(self) -> int:
         """Return the number of the signal that asked to stop; SIGALRM for the time limit; else
         0."""
-        return self.stop_signal.received or signal.SIGALRM * self.time_limit.passed()
+        return self.stop_signal.received or (signal.SIGALRM if self.time_limit.passed() else 0)
 
     def stop_cause(self, number: int) -> str:
         """Return the name of what asked to stop on any rank, by the number that ranks agreed on."""
@@ -204,7 +204,8 @@ class Watchdog:
                 self._end("torchrun's store, on the host of rank 0, does not answer")
 
             self._silent_ticks += 1
-            failed_ticks += bool(self._failure)
+            if self._failure:
+                failed_ticks += 1
             if failed_ticks > GRACE_TICKS:
                 self._end(self._failure)
             self._closed.wait(TICK_SECONDS)

@@ -20,7 +20,7 @@ from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.run_files import WRITERS
-from torchtitan_lite.checkpoint.folders import naming, step_folders
+from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
 from torchtitan_lite.checkpoint.hf_folder import HfReader, model_settings
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress, read_manifest
 from torchtitan_lite.config import Config, given_keys, load_config
@@ -120,7 +120,7 @@ def read_source(source: Path) -> tuple[Path, str, TrainingProgress]:
         model = model_settings(args) | {"tokenizer_path": str(source)}
         training = {"seq_len": min(args.max_seq_len, LONGEST_WINDOW)}
         return source, tomli_w.dumps({"model": model, "training": training}), NEW_RUN
-    step_dir = step_folders(source)[-1]
+    step_dir = find_checkpoints(source)[-1]
     with naming(step_dir, fix="; name another step."):
         manifest = read_manifest(step_dir)
     return step_dir, manifest.config, manifest.progress

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.catalog.flavors import ModelArgs
-from torchtitan_lite.checkpoint.folders import naming, step_folders
+from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
 from torchtitan_lite.checkpoint.hf_folder import ADAPTER, PREFIX, HfReader, open_weights
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.models.generate import Generator, build_empty_model
@@ -35,7 +35,7 @@ def open_source(source: Path) -> tuple[ModelArgs, ReadWeight, str]:
         hf = HfReader(source)
         return hf.args, lambda name: hf.read(PREFIX + name), str(source)
 
-    step_dir = step_folders(source)[-1]
+    step_dir = find_checkpoints(source)[-1]
     with naming(step_dir, fix="; name another step."):
         reader, args = open_weights(step_dir)
     config = parse_toml(reader.manifest.config.encode())

@@ -45,7 +45,7 @@ def seconds_left(status: Status, *, now: float) -> float | None:
     return max(0.0, status.eta_s - max(0.0, now - status.time))
 
 
-def doubt(status: Status, *, now: float) -> str:
+def reason_to_doubt(status: Status, *, now: float) -> str:
     """Return why a run that is marked as running may not be; empty if nothing says so."""
     if status.state != "running":
         return ""
@@ -62,7 +62,8 @@ def doubt(status: Status, *, now: float) -> str:
 def as_json(folder: Path, status: Status, *, now: float) -> dict[str, Any]:
     """Return the fields of status.json, and what follows from them."""
     left = seconds_left(status, now=now)
-    own = {"folder": str(folder), "age_s": now - status.time, "doubt": doubt(status, now=now)}
+    doubt = reason_to_doubt(status, now=now)
+    own = {"folder": str(folder), "age_s": now - status.time, "doubt": doubt}
     return asdict(status) | own | {"eta_s": left}
 
 
@@ -70,7 +71,7 @@ def format_table(runs: dict[Path, Status], *, now: float) -> str:
     """Return a line for each run."""
     rows: list[tuple[str, ...]] = [COLUMNS]
     for folder, status in runs.items():
-        state = f"{status.state}?" if doubt(status, now=now) else status.state
+        state = f"{status.state}?" if reason_to_doubt(status, now=now) else status.state
         rows.append((_one_line(folder.name), state, *_figures(status, now=now)))
     return format_columns(rows, right=range(2, len(COLUMNS)))
 
@@ -95,7 +96,7 @@ def format_run(folder: Path, status: Status, *, now: float) -> str:
         "time left": left,
         "last checkpoint": _one_line(status.last_checkpoint or "none"),
         "updated": updated,
-        "doubt": doubt(status, now=now),
+        "doubt": reason_to_doubt(status, now=now),
     }
 
     # Only what is known, and of a failed run the end of its log.

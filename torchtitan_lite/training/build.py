@@ -36,7 +36,7 @@ from torchtitan_lite.metrics.figures import Writer
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor
-from torchtitan_lite.metrics.stages import StageTimes
+from torchtitan_lite.metrics.stage_times import StageTimes
 from torchtitan_lite.metrics.writers import build_writers, last_losses
 from torchtitan_lite.metrics.written_run import WrittenRun
 from torchtitan_lite.parallel.mesh import Groups
@@ -72,8 +72,8 @@ def build_course(job: Job, resume: Resume | None, *, last_step: int) -> Course:
     saved = resume.manifest
     config = read_decisive(saved.config, world_size=saved.world_size)
     # Version 0.3 and earlier did not save the last step, which with `epochs` depends on the data.
-    planned = last_step if config.training.epochs else config.training.steps
-    last_before = saved.progress.last_step or planned
+    configured = last_step if config.training.epochs else config.training.steps
+    last_before = saved.progress.last_step or configured
     batch_before, start = config.training.global_batch_size, saved.progress.schedule_start
     before = Course(config, batch_before, last_before, start)
     for change in course.changes(before, step=progress.step):
@@ -81,19 +81,14 @@ def build_course(job: Job, resume: Resume | None, *, last_step: int) -> Course:
     return course
 
 
-def accept_progress(resume: Resume | None, job: Job) -> TrainingProgress:
-    """Return the progress to continue from, and log the config keys that have changed.
-
-    Raises CheckpointError if the checkpoint is of another model.
-    """
-    if resume is None:
-        return NEW_RUN
+def check_resume(resume: Resume, job: Job) -> None:
+    """Raise CheckpointError if the checkpoint is of another model. Log the config keys that have
+    changed since it was saved."""
     saved = resume.manifest
     check_model(saved.model, asdict(job.model_args), path=resume.path)
     for change in config_changes(saved.config, job.to_toml()):
         if not change.startswith("[training] global_batch_size"):  # may be -1: see `build_course`
             logger.info(f"since step {saved.progress.step}: {change}")
-    return resume.progress
 
 
 def build_batches(
@@ -200,9 +195,13 @@ def build_checkpointer(
 # ----- Metrics -----
 
 
-def writing_ranks(metrics: MetricsConfig) -> Callable[[Callable[[], None]], object]:
-    """Return the collective that runs a function on the ranks that write metrics."""
-    return on_all_ranks if metrics.save_for_all_ranks else on_rank0
+def run_on_writing_ranks(metrics: MetricsConfig, function: Callable[[], None]) -> None:
+    """Run `function` on the ranks that write metrics. A RunError is raised on every rank. A
+    collective call."""
+    if metrics.save_for_all_ranks:
+        on_all_ranks(function)
+    else:
+        on_rank0(function)
 
 
 def build_stage_times(job: Job, ledger: FlopsLedger) -> StageTimes:
@@ -260,7 +259,7 @@ def build_metrics(
         records=[record for record, written in records.items() if written],
     )
     writers: list[Writer] = []
-    writing_ranks(config.metrics)(lambda: writers.extend(build_writers(config.metrics, run)))
+    run_on_writing_ranks(config.metrics, lambda: writers.extend(build_writers(config.metrics, run)))
     metrics = MetricsProcessor(
         log_freq=config.metrics.log_freq,
         ledger=ledger,
@@ -270,7 +269,7 @@ def build_metrics(
         writers=writers,
         start_tokens=progress.tokens,
         earlier_losses=on_rank0(lambda: last_losses(job.folder)),
-        stages=build_stage_times(job, ledger) if job.degrees.pp > 1 else None,
+        stage_times=build_stage_times(job, ledger) if job.degrees.pp > 1 else None,
     )
     if config.compile.enable:
         on_compile_start(lambda _: metrics.compile_began())

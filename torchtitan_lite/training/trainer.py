@@ -1,4 +1,4 @@
-"""The training loop: a run's parts, the stages of a step, and the work between steps."""
+"""The training loop: a run's parts, the order of a step, and the work between steps."""
 
 import contextlib
 import gc
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchtitan_lite.base.collectives import agree, on_rank0
 from torchtitan_lite.base.errors import RunError
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.checkpoint.manifest import TrainingProgress
+from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.config.job import Job
@@ -26,18 +26,18 @@ from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.metrics.flops import document_squares, document_values
 from torchtitan_lite.metrics.values import StepValues
 from torchtitan_lite.metrics.writers import has_validation
-from torchtitan_lite.parallel.mesh import build_groups, start_all_gather
+from torchtitan_lite.parallel.mesh import AllGather, build_groups
 from torchtitan_lite.run.process_group import set_timeouts
 from torchtitan_lite.run.run_folder import RunFolder
 from torchtitan_lite.run.watchdog import Watchdog
 
 from .build import (
-    accept_progress,
     build_batches,
     build_checkpointer,
     build_course,
     build_guard,
     build_metrics,
+    check_resume,
 )
 from .model import build_microbatches, build_model
 from .optim import build_optimizer, clip_gradients, step_unless
@@ -73,7 +73,10 @@ class Trainer:
         self.groups = build_groups(job.degrees, device_type=device.type)
 
         # Data, from the first sample that has not been trained on.
-        progress = accept_progress(resume, job)
+        progress = NEW_RUN
+        if resume is not None:
+            check_resume(resume, job)
+            progress = resume.progress
         self.batches, self.validation_batches = build_batches(
             job, tokenizer, dp_rank=self.groups.dp_rank, progress=progress
         )
@@ -209,17 +212,17 @@ class Trainer:
 
         # Clip the gradients while ranks exchange losses and lengths of documents.
         self.watchdog.at(step, "optimizer")
-        take_losses, take_squares = start_all_gather(loss, self.groups.losses), None
+        all_losses, all_squares = AllGather(loss, self.groups.losses), None
         if (bos_id := self.job.model_args.document_bos_id) is not None:
             part = self.built.shard_sequence
             count = partial(document_squares, bos_id=bos_id, shard_sequence=part)
             squares = torch.stack([count(tokens) for tokens, _ in batches])
-            take_squares = start_all_gather(squares, self.groups.losses)
+            all_squares = AllGather(squares, self.groups.losses)
         grad_norm = clip_gradients(
             self.model.parameters(), training.max_norm, stages=self.groups.stages
         )
-        stage_losses = take_losses().view(degrees.pp, -1)  # [pp, dp * cp], 0 but for the last stage
-        rank_losses = stage_losses.sum(0)
+        # [pp, dp * cp], 0 but for the last stage; then summed over stages, [dp * cp].
+        rank_losses = all_losses.wait().view(degrees.pp, -1).sum(0)
         mean_loss = rank_losses.mean()
 
         # Update, unless the loss or the gradient is not finite, or the loss is a spike.
@@ -230,8 +233,9 @@ class Trainer:
 
         self.tokens += batch_sizes.global_batch_size * training.seq_len
         share = imbalance = None
-        if take_squares:
-            of_stage = take_squares()[: degrees.dp * degrees.cp]  # stages have the same documents
+        if all_squares:
+            ranks = degrees.dp * degrees.cp  # the stages of a pipeline have the same documents
+            of_stage = all_squares.wait()[:ranks]
             whole = batch_sizes.global_batch_size * training.seq_len**2
             share, imbalance = document_values(of_stage, whole=whole)
         return StepValues(
@@ -275,8 +279,8 @@ class Trainer:
         save = self.run_folder is not None and self.checkpointer.save_requested(self.job.folder)
         times = self.metrics.own_times()
         stop, save, rank_times = agree(stop=stop, save=save, error=error, figures=times)
-        if self.metrics.stages is not None:
-            self.metrics.stages.exchanged(rank_times)
+        if self.metrics.stage_times is not None:
+            self.metrics.stage_times.exchanged(rank_times)
         self.save_wanted |= save
         if stop:
             raise Stopped(self.watchdog.stop_cause(stop))

@@ -15,7 +15,7 @@ from torchtitan_lite.config import Config, resolve_stages
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.planner.memory import rank_moments
 from torchtitan_lite.planner.orders import in_flight, rank_ends, rank_order
-from torchtitan_lite.planner.pipeline import time_pipeline
+from torchtitan_lite.planner.pipeline_time import time_pipeline
 from torchtitan_lite.planner.roofline import Roofline
 
 ARGS = ModelArgs(dim=1024, n_layers=6, n_heads=8, n_kv_heads=8, ffn_dim=4096, vocab_size=32000)

@@ -8,9 +8,9 @@ from sample_checkpoints import write_checkpoint
 from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.checkpoint.folders import (
     CheckpointSummary,
+    find_checkpoints,
     format_summaries,
     step_folder,
-    step_folders,
     summarize,
 )
 
@@ -30,16 +30,16 @@ def run(tmp_path):
     return run
 
 
-# ----- step_folders -----
+# ----- find_checkpoints -----
 
 
 def test_checkpoints_are_found(run):
     folder = run / "checkpoint"
     both = [step_folder(folder, 10), step_folder(folder, 20)]
-    assert step_folders(run) == step_folders(folder) == both
-    assert step_folders(both[1]) == [both[1]]
+    assert find_checkpoints(run) == find_checkpoints(folder) == both
+    assert find_checkpoints(both[1]) == [both[1]]
     aside = both[1].rename(run / "best")
-    assert step_folders(aside) == [aside]
+    assert find_checkpoints(aside) == [aside]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_is_near_is_named(run, name, message):
     if name == "runs":
         write_checkpoint(run.parent / "runs/previous/2026/checkpoint", 10)
     with pytest.raises(CheckpointError, match=message):
-        step_folders(run.parent / name)
+        find_checkpoints(run.parent / name)
 
 
 # ----- summarize, format_summaries -----
@@ -83,7 +83,7 @@ def test_broken_checkpoints_stand_in_the_table(run, monkeypatch):
     folder = run / "checkpoint"
     (step_folder(folder, 20) / "__0_0.distcp").unlink()
     (folder / "step-00000030").mkdir()
-    assert format_summaries([summarize(path) for path in step_folders(run)]).splitlines() == [
+    assert format_summaries([summarize(path) for path in find_checkpoints(run)]).splitlines() == [
         "step  tokens  written              GiB    ranks  mesh        float8      state",
         "10    5120    2017-07-14 02:40:00  0.000  2      dp_shard=2  tensorwise  ok",
         "20    10240   2017-07-14 02:40:00  0.000  1      -           no          "

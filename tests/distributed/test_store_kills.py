@@ -13,8 +13,8 @@ from launching import ENV, ROOT
 
 KILLS = 20
 COMMAND = (
-    "from torchtitan_lite.data import prepare, rows, sources; "
-    "prepare.BATCH_BYTES = 20_000; sources.CHUNK_BYTES = 60_000; rows.PART_BYTES = 1_000; "
+    "from torchtitan_lite.data import rows, sources, store_writer; "
+    "store_writer.BATCH_BYTES = 20_000; sources.CHUNK_BYTES = 60_000; rows.PART_BYTES = 1_000; "
     "from torchtitan_lite.__main__ import main; main()"
 )
 """torchtitan-lite data, but with chunks and batches so small that it can be killed between many

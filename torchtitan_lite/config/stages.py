@@ -97,7 +97,8 @@ def _divide(parallelism: ParallelismConfig, modules: tuple[str, ...]) -> Stages:
     if (per_stage := parallelism.pipeline_parallel_layers_per_stage) is not None:
         number = -(-counted // per_stage)
     else:
-        number = degree * (1 + SCHEDULES[parallelism.pipeline_parallel_schedule].looped)
+        looped = SCHEDULES[parallelism.pipeline_parallel_schedule].looped
+        number = 2 * degree if looped else degree
 
     if number > len(modules):  # too many to list
         raise ConfigError(
@@ -105,7 +106,7 @@ def _divide(parallelism: ParallelismConfig, modules: tuple[str, ...]) -> Stages:
             f"{n_layers} blocks, and each needs one; use fewer stages"
         )
     each, left_over = divmod(counted, number)
-    sizes = [each + (stage < left_over) for stage in range(number)]
+    sizes = [each + 1 if stage < left_over else each for stage in range(number)]
     sizes[0] -= first
     sizes[-1] -= last
     if min(sizes) < 1:

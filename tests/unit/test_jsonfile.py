@@ -1,4 +1,4 @@
-"""JSON documents with a hash of their fields. Checkpoints and token stores have more tests of
+"""JSON objects with a hash of their fields. Checkpoints and token stores have more tests of
 theirs."""
 
 import os
@@ -14,8 +14,8 @@ from torchtitan_lite.base.jsonfile import (
     parse_toml,
     read_json_object,
     read_regular,
-    validate_document,
-    write_document,
+    validate_hashed_json,
+    write_hashed_json,
 )
 
 
@@ -33,13 +33,13 @@ SCHEMA = TypeAdapter(Sample)
 
 def test_write_document_and_validate_document(tmp_path):
     path = tmp_path / "sample.json"
-    write_document(path, {"format": 7, **asdict(SAMPLE)})
+    write_hashed_json(path, {"format": 7, **asdict(SAMPLE)})
     fields = read_json_object(path)
     assert fields["format"] == 7
-    assert validate_document(fields, SCHEMA, drop={"format"}) == SAMPLE
+    assert validate_hashed_json(fields, SCHEMA, drop={"format"}) == SAMPLE
     for change in ({"sizes": [1, 3]}, {"sha256": None}):
         with pytest.raises(ValueError, match="^its contents have changed$"):
-            validate_document(fields | change, SCHEMA, drop={"format"})
+            validate_hashed_json(fields | change, SCHEMA, drop={"format"})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_write_document_and_validate_document(tmp_path):
 def test_validate_document_refuses_other_fields_on_one_line(changes, message):
     fields = asdict(SAMPLE) | changes
     with pytest.raises(ValueError, match=message):
-        validate_document(fields | {"sha256": hash_fields(fields)}, SCHEMA, drop=set())
+        validate_hashed_json(fields | {"sha256": hash_fields(fields)}, SCHEMA, drop=set())
 
 
 def test_parse_toml_passes_over_a_byte_order_mark():

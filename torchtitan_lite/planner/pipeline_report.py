@@ -13,7 +13,7 @@ from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.config import resolve_stages
 from torchtitan_lite.metrics.flops import FlopsLedger
 
-from .pipeline import time_pipeline
+from .pipeline_time import time_pipeline
 from .rank import blocks_of
 from .roofline import Roofline
 from .step import OTHER_STAGES
@@ -41,7 +41,8 @@ def plan_pipeline(work: Workload, ledger: FlopsLedger, roofline: Roofline) -> di
     stages = []
     for rank, index in sorted((r, i) for r in range(degrees.pp) for i in job.rank_stages(r)):
         names = job.stages[index]
-        flops = block_flops * len(blocks_of((names,))) + ledger.output * (OUTPUT in names)
+        flops = block_flops * len(blocks_of((names,)))
+        flops += ledger.output if OUTPUT in names else 0
         stages.append(
             {
                 "stage": index,

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_lite.base.errors import DataError
-from torchtitan_lite.data import prepare, rows, sources
+from torchtitan_lite.data import rows, sources, store_writer
 from torchtitan_lite.data.encoder import encode_rows
-from torchtitan_lite.data.prepare import make_store
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.store_files import documents_file
 from torchtitan_lite.data.store_report import verify_store
+from torchtitan_lite.data.store_writer import make_store
 from torchtitan_lite.data.token_store import TokenStore, read_manifest, write_manifest
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
@@ -79,11 +79,11 @@ class EncodeHere:
 
 def make_small_steps(monkeypatch, batch_bytes=100, chunk_bytes=400) -> EncodeHere:
     """Cut a small corpus into many chunks and batches."""
-    monkeypatch.setattr(prepare, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(store_writer, "BATCH_BYTES", batch_bytes)
     monkeypatch.setattr(sources, "CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr(rows, "PART_BYTES", 1)
     encode = EncodeHere()
-    monkeypatch.setattr(prepare, "encode_batches", encode)
+    monkeypatch.setattr(store_writer, "encode_batches", encode)
     return encode
 
 
@@ -146,7 +146,7 @@ def test_a_limited_store_ends_with_the_document_that_reaches_its_tokens(
     assert (store.documents, verify_store(store.folder)) == (60 - len(left), [])
 
     # Neither other batches nor an interruption change it.
-    monkeypatch.setattr(prepare, "BATCH_BYTES", 1)
+    monkeypatch.setattr(store_writer, "BATCH_BYTES", 1)
     batches = 9 if max_tokens > 1 else 0
     stopped(small_steps, batches, tmp_path / "later", corpus, max_tokens=max_tokens)
     assert made(tmp_path / "later", corpus, max_tokens=max_tokens) == whole
@@ -166,7 +166,7 @@ def test_neither_processes_nor_batches_change_it(
         whole = made(tmp_path / "whole", corpus)
     monkeypatch.setattr(sources, "CHUNK_BYTES", 400)
     monkeypatch.setattr(rows, "PART_BYTES", 1)
-    monkeypatch.setattr(prepare, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(store_writer, "BATCH_BYTES", batch_bytes)
     assert made(tmp_path / "parts", corpus, workers=workers) == whole
 
 
@@ -312,7 +312,7 @@ def test_text_that_changes_while_it_is_read(tmp_path, corpus, small_steps, monke
         (corpus / "0.jsonl").write_text(rows_of(["before what is read"]))
         return small_steps(batches, **options)
 
-    monkeypatch.setattr(prepare, "encode_batches", change)
+    monkeypatch.setattr(store_writer, "encode_batches", change)
     with pytest.raises(DataError, match=f"^{corpus} changed while it was read; run again$"):
         made(tmp_path / "store", corpus)
     assert names(tmp_path) == LEFT[:2]
@@ -344,8 +344,8 @@ def test_progress_is_reported_while_no_row_comes(
             time.sleep(0.001)
         yield from small_steps(batches, **options)
 
-    monkeypatch.setattr(prepare, "REPORT_SECONDS", 0.001)
-    monkeypatch.setattr(prepare, "encode_batches", wait_for_two_reports)
+    monkeypatch.setattr(store_writer, "REPORT_SECONDS", 0.001)
+    monkeypatch.setattr(store_writer, "encode_batches", wait_for_two_reports)
     stopped(small_steps, 30, tmp_path / "store", corpus)
     made(tmp_path / "store", corpus)
     pattern = rf"^{corpus}: (\d+) of 15 chunks done, [\d,]+ tokens in this run, [\d,]+ a second$"
@@ -370,7 +370,7 @@ def test_bad_rows_stop_it(tmp_path, bad):
 
 
 def test_bad_rows_are_skipped_and_counted(tmp_path, bad, notices, monkeypatch):
-    monkeypatch.setattr(prepare, "REPORTED_ROWS", 2)
+    monkeypatch.setattr(store_writer, "REPORTED_ROWS", 2)
     made(tmp_path / "store", bad, skip_bad=3)
     store = TokenStore(tmp_path / "store")
     texts = [[1, *TOKENIZER.encode(text), 2] for text in ("one", "two", "three")]

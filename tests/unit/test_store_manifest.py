@@ -8,7 +8,7 @@ import pytest
 from sample_stores import OLD_RECIPE, RECIPE, write_store
 
 from torchtitan_lite.base.errors import DataError
-from torchtitan_lite.base.jsonfile import write_document
+from torchtitan_lite.base.jsonfile import write_hashed_json
 from torchtitan_lite.data.token_store import DamagedStoreError, read_manifest, wrong_sizes
 
 DOCUMENTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34, 35], []]
@@ -28,7 +28,7 @@ def change(folder, **fields):
     path = folder / "manifest.json"
     fields = json.loads(path.read_text()) | fields
     fields.pop("sha256")
-    write_document(path, fields)
+    write_hashed_json(path, fields)
 
 
 # ----- read_manifest -----
