@@ -31,7 +31,7 @@ from .figures import (
 )
 from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
-from .stage_times import StageTimes
+from .stage_times import StageFigures, StageTimes
 from .values import StepValues
 from .writers import warn_left_out
 
@@ -248,7 +248,9 @@ class MetricsProcessor:
         memory_gib, total_gib = peak_memory_gib(self.device), total_memory_gib(self.device)
         share, imbalance = (since[name] / steps if name in since else None for name in AVERAGED)
         rates = compute_rates(tps, ledger=self.ledger, peaks=self.peaks, attention_share=share)
-        of_stages = self.stage_times.figures(tokens / steps, self.peaks) if self.stage_times else {}
+        of_stages = StageFigures()
+        if self.stage_times is not None:
+            of_stages = self.stage_times.figures(tokens / steps, self.peaks)
         self._last_record = StepRecord(
             step=ended.step,
             time=ended.time,
@@ -261,7 +263,7 @@ class MetricsProcessor:
             skipped_steps=int(values.skipped_steps),
             attention_imbalance=imbalance,
             **asdict(rates),
-            **of_stages,
+            **asdict(of_stages),
             step_time_s=step_time_s,
             data_time_s=data_time_s,
             data_time_pct=100 * data_time_s / step_time_s,

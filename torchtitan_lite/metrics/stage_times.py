@@ -9,7 +9,7 @@ Shapes: P ranks of a pipeline, R ranks that share a stage, V stages of a rank.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +18,17 @@ from torchtitan_lite.catalog.devices import Precision
 
 from .flops import compute_utilisation
 from .hardware import Peaks
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """Figures of a pipeline, by their names in StepRecord. None means unknown."""
+
+    memory_max_gib: float | None = None
+    memory_max_rank: int | None = None
+    bubble_pct: float | None = None
+    stage_time_s: Mapping[int, float] | None = None
+    stage_mfu: Mapping[int, float] | None = None
 
 
 class StageTimes:
@@ -48,12 +59,12 @@ class StageTimes:
         self._memory_gib = ranks[:, 0]
         self._totals = ranks[:, 1:].view(len(self._rank_stages), -1, ranks.shape[1] - 1)
 
-    def figures(self, step_tokens: float, peaks: Peaks) -> dict[str, Any]:
-        """Return the figures of StepRecord over the steps since the last call, with `step_tokens`
-        each; none before every rank has exchanged such a step."""
+    def figures(self, step_tokens: float, peaks: Peaks) -> StageFigures:
+        """Return the figures over the steps since the last call, with `step_tokens` each; none
+        before every rank has exchanged such a step."""
         since = self._totals - self._recorded  # [P, R, 2 + V]
         if not since[..., 0].all():
-            return {}
+            return StageFigures()
         self._recorded = self._totals
 
         # A stage takes the mean of the ranks that share it, which divide its tokens evenly.
@@ -70,13 +81,13 @@ class StageTimes:
             )
             for stage, time_s in stage_time_s.items()
         }
-        return {
-            "memory_max_gib": self._memory_gib.max().item(),
-            "memory_max_rank": int(self._memory_gib.argmax()),
-            "bubble_pct": _bubble_pct(since),
-            "stage_time_s": dict(sorted(stage_time_s.items())),
-            "stage_mfu": {i: mfu for i, mfu in sorted(stage_mfu.items()) if mfu is not None},
-        }
+        return StageFigures(
+            memory_max_gib=self._memory_gib.max().item(),
+            memory_max_rank=int(self._memory_gib.argmax()),
+            bubble_pct=_bubble_pct(since),
+            stage_time_s=dict(sorted(stage_time_s.items())),
+            stage_mfu={i: mfu for i, mfu in sorted(stage_mfu.items()) if mfu is not None},
+        )
 
     def bubble_pct(self) -> float | None:
         """Return the bubble of all exchanged steps; None if there is none."""
