@@ -62,7 +62,9 @@ def test_run_script_prints_letters_that_the_terminal_lacks_and_survives_without_
 
 def test_run_script_gives_the_numbers_of_closed_streams_to_no_file():
     opens = "os.system('echo && echo >&2') or os.open(os.devnull, os.O_RDONLY)"
-    code = f"import os; from torchtitan_lite import errors; errors.run_script(lambda _: {opens})"
+    code = (
+        f"import os; from torchtitan_lite.base import errors; errors.run_script(lambda _: {opens})"
+    )
     closed = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code]
     assert subprocess.run(closed).returncode == 3
 
