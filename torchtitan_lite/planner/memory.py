@@ -94,8 +94,9 @@ def _backward(
 ) -> list[Moment]:
     """Return the peak of a group's backward, and its end, with the buffers `during` it and `after`
     it. The other groups keep activations of `kept` bytes."""
-    unfused = group.name == OUTPUT and not rank.fuses_loss
-    peak = {"activations": kept + group.working, "logits": unfused * rank.width * rank.logits}
+    has_logits = group.name == OUTPUT and not rank.fuses_loss
+    logits = rank.width * rank.logits if has_logits else 0
+    peak = {"activations": kept + group.working, "logits": logits}
     end = {"activations": kept + rank.residual}
     return [
         _moment(rank, f"backward of {group.name}", gradients=gradients, buffers=during, **peak),
@@ -115,8 +116,8 @@ def _added_up(rank: Rank, whole: int) -> int:
 def _update(rank: Rank) -> Moment:
     """The moment of the optimizer's step, of which "foreach" copies the parameters."""
     shards = rank.sharded(rank.weights)
-    foreach = rank.config.optimizer.implementation == "foreach"
-    return _moment(rank, "optimizer step", gradients=shards, buffers=shards * foreach)
+    copied = shards if rank.config.optimizer.implementation == "foreach" else 0
+    return _moment(rank, "optimizer step", gradients=shards, buffers=copied)
 
 
 def _gradients(rank: Rank, group: Group, largest: int, scattering: int) -> int:
@@ -127,7 +128,8 @@ def _gradients(rank: Rank, group: Group, largest: int, scattering: int) -> int:
         return gradients + max(group.gathered + scattering, reduced)
     # Gradients are cast one by one, the last beside the others' casts; on CPU also to add.
     casts = rank.width != rank.weight_width and (rank.accum_steps == 1 or rank.on_cpu)
-    cast = max(reduced, rank.weight_width * group.weights) + rank.width * largest * casts
+    cast = max(reduced, rank.weight_width * group.weights)
+    cast += rank.width * largest if casts else 0
     return max(gradients + group.gathered, cast)
 
 
@@ -139,13 +141,15 @@ def _loss(rank: Rank, kept_from: int, **parts: int) -> Moment:
         buffers += rank.groups[-1].gathered
 
     # The gradient replaces the logits. An eager loss also has a piece of them in float32.
-    eager = not rank.config.compile.covers("loss")
-    in_float32 = loss.FLOAT32_COPIES * FLOAT32 * min(loss.PIECE_LOGITS, rank.logits) * eager
+    in_float32 = 0
+    if not rank.config.compile.covers("loss"):
+        in_float32 = loss.FLOAT32_COPIES * FLOAT32 * min(loss.PIECE_LOGITS, rank.logits)
     if rank.fuses_loss:
         # The weight's gradient is computed last, or accumulates in float32 (on CPU with a copy).
         # Until then the float32 piece can use its memory, and larger pieces use no more.
-        several = rank.logits > loss.CHUNK_LOGITS
-        added_up = several * (2 if rank.on_cpu else 1) * FLOAT32 * rank.output_weights
+        added_up = 0
+        if rank.logits > loss.CHUNK_LOGITS:
+            added_up = (2 if rank.on_cpu else 1) * FLOAT32 * rank.output_weights
         logits = rank.width * min(rank.logits, loss.CHUNK_LOGITS)
         piece = max(0, in_float32 - rank.width * rank.output_weights)
         working = rank.hidden + logits + added_up + piece
@@ -173,11 +177,15 @@ def rank_moments(job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> 
         kept, freed, received = {}, {}, 0
         for stage in job.rank_stages(index):
             names = job.stages[stage]
-            first, last = EMBEDDING in names, OUTPUT in names
-            transferred = rank.residual * (2 - first - last)
             kept[stage] = sum(saved.get(name, 0) for name in names)
-            kept[stage] += rank.residual * (first - last)
-            freed[stage] = kept[stage] - transferred * looped
+            transferred = 2 * rank.residual
+            if EMBEDDING in names:
+                kept[stage] += rank.residual
+                transferred -= rank.residual
+            if OUTPUT in names:
+                kept[stage] -= rank.residual
+                transferred -= rank.residual
+            freed[stage] = kept[stage] - transferred if looped else kept[stage]
             received += job.batch.grad_accum_steps * transferred
         moments.append(_pipeline_memory(rank, in_flight(order, kept, freed), received))
     return moments
@@ -187,7 +195,7 @@ def _pipeline_memory(rank: Rank, flight: tuple[int, int], received: int) -> list
     """Return the moments of a rank that holds so many bytes of activations, before it has gradients
     and with them, and of buffers to receive. Gradients are whole until all are reduced."""
     groups, stays = [group for group in rank.groups if group.working], rank.reshard != "always"
-    gathered = stays * sum(group.gathered for group in groups)
+    gathered = sum(group.gathered for group in groups) if stays else 0
     whole, moments = rank.reduce_width * rank.weights, []
     for held, gradients in zip(flight, (0, whole), strict=True):
         if rank.has_output:
@@ -198,7 +206,8 @@ def _pipeline_memory(rank: Rank, flight: tuple[int, int], received: int) -> list
             # Weights that were freed are gathered again, and those of the next group ahead.
             there = gathered or sum(each.gathered for each in groups[max(i - 1, 0) : i + 1])
             # New gradients are beside the sums, which the first microbatch makes of them.
-            new = (rank.width + rank.reduce_width * (not gradients)) * group.weights
+            width = rank.width if gradients else rank.width + rank.reduce_width
+            new = width * group.weights
             if rank.without_fsdp:
                 new = _gradients(rank, group, group.weights, 0) - group.gathered
             moments += _backward(
