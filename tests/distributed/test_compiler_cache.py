@@ -8,7 +8,7 @@ import pytest
 
 COMPILES = """
 import torch
-from torchtitan_lite.train import explain_compiler
+from torchtitan_lite.run.outcome import explain_compiler
 try:
     torch.compile(lambda x: x.sin() * 2)(torch.ones(64))
     print("compiled")

@@ -115,6 +115,7 @@ def test_a_loss_that_overflows_is_an_error(hf_dir: Path) -> None:
 def test_keys_that_an_evaluation_sets_are_refused(hf_dir: Path) -> None:
     given = {"validation.enable": "false", "checkpoint.enable": "false", "job.config_file": "x"}
     given |= {"checkpoint.initial_load_path": "x", "validation.dataset_path": "x"}
+    given |= {"metrics.enable_wandb": "true", "metrics.enable_tensorboard": "true"}
     for key, value in given.items():
         with pytest.raises(ConfigError, match=rf"--{key} is .* in an evaluation; leave it out"):
             evaluation.evaluate(hf_dir, data="y", overrides=[f"--{key}={value}"])

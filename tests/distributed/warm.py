@@ -25,7 +25,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 WARM = multiprocessing.get_context("forkserver")
 # Eager float8 imports parts of the compiler too.
 PRELOADED = ["torch.distributed.launcher", "torch._inductor.compile_fx"]
-PRELOADED += ["torchtitan_lite.training.trainer", "torchao.float8"]
+PRELOADED += ["torchtitan_lite.training.trainer", "torchtitan_lite.planner.prepare"]
+PRELOADED += ["torchao.float8"]
 WARM.set_forkserver_preload(PRELOADED)
 GRACE = 60.0  # seconds for a torchrun to end its workers, to which it gives 30
 

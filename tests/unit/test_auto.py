@@ -11,9 +11,9 @@ from torchtitan_lite.catalog.devices import lookup_device
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.config import Config, Float8Config
 from torchtitan_lite.config.job import Job
+from torchtitan_lite.float8.selection import converted_names
 from torchtitan_lite.planner.auto import find_fitting, kept_options, resolve_auto, turn_on_float8
 from torchtitan_lite.planner.workload import build_workload
-from torchtitan_lite.training.model import converted_names
 
 H100 = lookup_device("H100 SXM")
 SHORT_8B = dataclasses.replace(FLAVORS["8B"], max_seq_len=8192)

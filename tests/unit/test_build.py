@@ -60,7 +60,7 @@ def test_what_a_step_asks_for_follows_from_recipe_filters_and_degrees(
     config = Config(training=training, float8=Float8Config(**float8))
     job = job_of(config, ModelArgs(**SIZES, tie_embeddings=tied), degrees=degrees)
     meta = build_meta_model(job, emulate=True)
-    asked = asked_of_step(job, meta.converted, ledger=meta.ledger)
+    asked = asked_of_step(job, meta.linears, ledger=meta.ledger)
     assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
     assert asked.matmuls_run_in == ("float32" if float8 else "float8")
     if tied:

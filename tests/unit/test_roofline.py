@@ -179,6 +179,11 @@ def test_float8_with_scale_gradients_in_matmul(recipe, monkeypatch):
     assert passes.backward == at.gemm(M, K, N, **slow) + of_weight
 
 
+def test_costs_of_a_recipe_know_whether_it_scales_in_the_matmul():
+    for name, recipe in RECIPES.items():
+        assert recipe.scales_in_matmul == (COSTS[name].scaled_in_matmul is not None)
+
+
 def test_costs_of_a_recipe_that_nobody_has_counted():
     assert costs_of(replace(RECIPES["rowwise"], name="new")) == COSTS["tensorwise"]
 

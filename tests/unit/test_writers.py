@@ -207,7 +207,7 @@ def test_jsonl_files_have_their_own_content_of_each_step_once(tmp_path):
     for resume_step, steps in ((0, (5, 10)), (5, (10, 15))):
         for content in contents:
             path = tmp_path / f"{content}.jsonl"
-            writer = JsonlWriter(path, resume_step=resume_step, record=content)
+            writer = JsonlWriter(path, resume_step=resume_step, kind=content)
             for step in steps:
                 writer.write(replace(RECORD, step=step))
                 writer.write_scalars(step, {"checkpoint_s": 1.0})

@@ -2,10 +2,10 @@
 
 from typing import Literal, NamedTuple, get_args
 
-Record = Literal["metrics", "validation", "numerics", "samples"]
+RecordKind = Literal["metrics", "validation", "numerics", "samples"]
 """Files of JSON lines: records of steps, losses of validations, errors of casts to float8, or texts
 of the model."""
-RECORDS: tuple[Record, ...] = get_args(Record)
+RECORDS: tuple[RecordKind, ...] = get_args(RecordKind)
 
 
 class CurveWriter(NamedTuple):

@@ -13,7 +13,7 @@ from torchtitan_lite.base.torchao_types import is_float8_linear
 from torchtitan_lite.config import Float8Config
 
 from .mxfp8 import MXFP8Linear, convert_to_mxfp8
-from .selection import LinearChoice
+from .selection import LinearChoice, converted_names
 
 # The first GPUs with float8 matrix units: AMD's MI300 in ROCm's numbering, and NVIDIA's Ada.
 MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
@@ -71,7 +71,7 @@ def convert_linears(
     """Swap the chosen linears of `model`, which is on meta, in place.
 
     Raises ConfigError if the installed torchao does not offer the recipe."""
-    chosen = {name for choice in choices if choice.converted for name in choice.names}
+    chosen = set(converted_names(choices))
     CONVERSIONS[float8.recipe.kind](model, chosen, float8=float8, emulate=emulate)
 
     converted = {name for name, module in model.named_modules() if is_float8(module)}

@@ -4,7 +4,7 @@ converted. catalog/recipes.py explains the three matmuls of a linear and their s
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -96,6 +96,11 @@ def select_linears(
     if errors:
         raise ConfigError("\n".join(errors))
     return choices
+
+
+def converted_names(choices: Iterable[LinearChoice]) -> list[str]:
+    """Return the names of the linears that train in float8."""
+    return [name for choice in choices if choice.converted for name in choice.names]
 
 
 def _apply_filters(

@@ -1,7 +1,8 @@
 """Every figure that a run logs: its name, meaning, unit, TensorBoard tag, charts, console text.
 
 To add a figure of a step, add its line to `StepRecord`, and compute the value: a tensor on the
-device in `Trainer.train_step`, anything else in `MetricsProcessor`. metrics.jsonl, wandb,
+device in `Trainer.train_step`, which returns it in `StepValues`, anything else in
+`MetricsProcessor`. metrics.jsonl, wandb,
 TensorBoard with its charts, the console and the tables in docs/metrics.md, which
 `python -m torchtitan_lite.metrics.figures` prints, follow from that line.
 """

@@ -53,7 +53,7 @@ class _EndedStep:
     spans: list[Span]
     computed: StepValues
     copy: Tensor
-    """The values on the device, on the host, complete after the event `arrives`."""
+    """Those on the device, copied to the host; complete after the event `arrives`."""
     arrives: Any
 
     def values(self) -> StepValues:

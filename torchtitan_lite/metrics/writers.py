@@ -20,7 +20,7 @@ from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import read_lines, strict_json
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.terminal import clean
-from torchtitan_lite.catalog.run_files import RECORDS, Record
+from torchtitan_lite.catalog.run_files import RECORDS, RecordKind
 from torchtitan_lite.config import MetricsConfig
 
 from .figures import FINAL_STEPS, STEP_FIGURES, CastErrors, StepRecord, Summary, Writer
@@ -43,7 +43,7 @@ CURVE_WRITERS: dict[str, type[TensorBoardWriter | WandbWriter]] = {
 def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
     """Open a rank's writers. Raises ConfigError if one cannot start, or if a writer needs a file
     where there is a folder, or the reverse."""
-    files: dict[Record, Path] = {name: run.folder / f"{name}.jsonl" for name in RECORDS}
+    files: dict[RecordKind, Path] = {name: run.folder / f"{name}.jsonl" for name in RECORDS}
     for path in files.values():
         _check_kind(path, "file")
     for row in metrics.writers:
@@ -55,9 +55,9 @@ def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
         columns = shutil.get_terminal_size((0, 0)).columns or None if on_terminal() else None
         writers.append(ConsoleWriter(total_steps=run.total_steps, color=color, columns=columns))
         # An existing file is cut at the resumed step, even if this run writes nothing into it.
-        for record, path in files.items():
-            if record in run.records or path.exists():
-                writers.append(JsonlWriter(path, resume_step=run.resume_step, record=record))
+        for kind, path in files.items():
+            if kind in run.records or path.exists():
+                writers.append(JsonlWriter(path, resume_step=run.resume_step, kind=kind))
 
     # Curves, of each rank in a folder of its own or of rank 0 alone.
     own = f"rank_{run.rank}" if metrics.save_for_all_ranks else ""
@@ -179,31 +179,31 @@ def wants_color(*, disabled: bool) -> bool:
 class JsonlWriter(Writer):
     """A file with lines of strict JSON."""
 
-    def __init__(self, path: Path, *, resume_step: int, record: Record = "metrics") -> None:
+    def __init__(self, path: Path, *, resume_step: int, kind: RecordKind = "metrics") -> None:
         """Open `path`, and drop unfinished lines and lines after `resume_step`. The file is
         replaced atomically, so that a crash loses nothing."""
         lines = read_lines(path) if path.exists() else ()
-        kind = _LossLine if record == "metrics" else _Line
-        kept = [line.rstrip() + b"\n" for line in lines if _step_of(line, kind) <= resume_step]
+        schema = _LossLine if kind == "metrics" else _Line
+        kept = [line.rstrip() + b"\n" for line in lines if _step_of(line, schema) <= resume_step]
         replace_file(path, b"".join(kept))
         self._file = path.open("a", buffering=1)
-        self._record = record
+        self._kind = kind
 
     def write(self, record: StepRecord) -> None:
-        if self._record == "metrics":
+        if self._kind == "metrics":
             self._append(record.to_json())
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self._record == "validation" and "validation_loss" in scalars:
+        if self._kind == "validation" and "validation_loss" in scalars:
             loss = scalars["validation_loss"]
             self._append({"step": step, "time": time.time(), "validation_loss": loss})
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
-        if self._record == "numerics":
+        if self._kind == "numerics":
             self._append({"step": step, "time": time.time(), "kinds": casts})
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        for sample in samples if self._record == "samples" else ():
+        for sample in samples if self._kind == "samples" else ():
             self._append({"step": step, "time": time.time(), **sample})
 
     def _append(self, fields: Mapping[str, Any]) -> None:
@@ -239,9 +239,9 @@ def has_validation(dump_folder: Path, step: int) -> bool:
     return any(_step_of(line, _Line) == step for line in lines)
 
 
-def _step_of(line: bytes, kind: type[_Line]) -> float:
-    """Return the step of a line, or infinity if it is not a valid line of its `kind`."""
+def _step_of(line: bytes, schema: type[_Line]) -> float:
+    """Return the step of a line, or infinity if it is not valid."""
     try:
-        return kind.model_validate_json(line, strict=True).step
+        return schema.model_validate_json(line, strict=True).step
     except ValidationError:
         return math.inf

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_lite.catalog.run_files import Record
+from torchtitan_lite.catalog.run_files import RecordKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,5 +22,5 @@ class WrittenRun:
     """The keys that differ from the defaults."""
     hparams: Mapping[str, bool | float | str]
     """Values by which runs are compared; each run has the same names."""
-    records: Collection[Record]
+    records: Collection[RecordKind]
     """Those that the run writes."""

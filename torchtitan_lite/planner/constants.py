@@ -3,8 +3,7 @@
 They come from measurements of single kernels and collectives; none is fitted to a training run. A
 guess is a value for which no measurement was found. Guesses, and values that sources measured
 differently, have two ends: a plan moves each to both, and prints the band that results. Data sheets
-are in catalog/devices.py, and the bytes that kernels move are counted in catalog/recipes.py and
-roofline.py.
+are in catalog/devices.py, and the bytes that kernels move are counted in casts.py and roofline.py.
 
 A name with # is a GitHub issue or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl" and
 "nccl-tests" are NVIDIA's.

@@ -81,13 +81,14 @@ def make_plan(
     job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
     work = in_float8 = build_workload(job)
-    meta = build_meta_model(job, choices=work.choices)
+    meta = counted = build_meta_model(job, choices=work.choices)
 
     # With "auto", and without float8, linears and prediction show what "auto" would choose.
     filters, on = config.float8.filter_fqns, config.float8.enable_float8_linear
     if device.fp8_tflops is not None and (AUTO in filters or not on):
         job = turn_on_float8(job, filter_fqns=filters)
         in_float8 = build_workload(job, device=device)
+        counted = build_meta_model(job, choices=in_float8.choices)
 
     roofline = work.roofline(device, attention_kernel)
     gain = predicted = work.predict(device, attention_kernel)
@@ -97,7 +98,7 @@ def make_plan(
         "request": _plan_request(roofline, on=on),
         "model": _plan_model(work.job, meta),
         "flops_per_token": _plan_flops(meta.ledger),
-        "linears": _plan_linears(in_float8, device),
+        "linears": _plan_linears(in_float8, counted.ledger, device),
         "peaks": _plan_peaks(meta.ledger, device),
         "prediction": _plan_prediction(gain, device, on=on),
         "communication": _plan_communication(work, device, predicted),
@@ -156,15 +157,14 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
     }
 
 
-def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
+def _plan_linears(work: Workload, ledger: FlopsLedger, device: DeviceSpec) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
     roofline, converted = work.roofline(device), work.converted
     multiple = work.job.config.float8.recipe.size_multiple
-    precisions = build_meta_model(work.job, choices=work.choices).ledger.precisions
 
     rows = []
     for choice in work.choices:
-        precision = precisions[choice.names[0]]
+        precision = ledger.precisions[choice.names[0]]
         m, (n, k) = roofline.tokens, choice.local_shape
         shapes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
         same_input = [each.kind for each in converted if each.reads == choice.reads]

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.catalog.run_files import Record
+from torchtitan_lite.catalog.run_files import RecordKind
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
@@ -242,7 +242,7 @@ def build_metrics(
     logger.info(peaks := find_peaks(device, config.metrics, precisions=precisions, file=file))
 
     # If a rank cannot open its files, all ranks end.
-    records: dict[Record, bool] = {
+    records: dict[RecordKind, bool] = {
         "metrics": True,
         "validation": config.validation.enable,
         "numerics": config.float8.log_numerics_freq > 0,

@@ -17,7 +17,13 @@ from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.convert import convert_linears, must_emulate
 from torchtitan_lite.float8.graph_passes import add_passes
 from torchtitan_lite.float8.observe import Asked
-from torchtitan_lite.float8.selection import AUTO, LinearChoice, format_choices, select_linears
+from torchtitan_lite.float8.selection import (
+    AUTO,
+    LinearChoice,
+    converted_names,
+    format_choices,
+    select_linears,
+)
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
@@ -47,7 +53,7 @@ class MetaModel:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
-    def converted(self) -> list[str]:
+    def linears(self) -> list[str]:
         """Names of the linears in float8."""
         return converted_names(self.choices)
 
@@ -111,11 +117,6 @@ def find_recomputed(
         fused_attention=fused_attention,
         in_float8=set(converted_names(choices)),
     )
-
-
-def converted_names(choices: Sequence[LinearChoice]) -> list[str]:
-    """Return the names of the linears that train in float8."""
-    return [name for choice in choices if choice.converted for name in choice.names]
 
 
 def _linears_of(args: ModelArgs) -> Transformer:
@@ -204,7 +205,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
     stages = [meta.model]
     if job.degrees.pp > 1:
         stages = [cut_stage(meta.model, job.stages[index]) for index in indices]
-    linears = meta.converted
+    linears = meta.linears
     own = {name for stage in stages for name, _ in stage.named_modules()} & set(linears)
     graphs = graphs_of_step(config.compile, stages, has_loss=len(job.stages) - 1 in indices)
     asked = replace(asked_of_step(job, own, ledger=meta.ledger), graphs=graphs)

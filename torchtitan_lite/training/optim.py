@@ -22,6 +22,7 @@ def build_optimizer(
     parameters: Iterable[Parameter], optimizer: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """Build AdamW over `parameters`, with the implementation and moments that [optimizer] names."""
+    assert optimizer.name == "AdamW", "the only row of OPTIMIZERS"
     settings: dict[str, Any] = {
         "lr": optimizer.lr,
         "betas": (optimizer.beta1, optimizer.beta2),
@@ -242,7 +243,8 @@ class UpdateGuard:
 def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
     """Update the parameters unless `found_inf`, [] float32 on their device, is 1.
 
-    The fused update reads it on the device. For the others it is read here, which waits."""
+    An update with `fused` in its defaults, as torch's, reads it on the device. For the others it is
+    read here, which waits."""
     if optimizer.defaults["fused"]:
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # set as GradScaler does
         optimizer.step()
