@@ -191,7 +191,7 @@ class MetricsProcessor:
         last.arrives.synchronize()
         self._take_arrived()
         if self._last_record is None or self._last_record.step < last.step:
-            self._write_record(last)
+            self._write_record(last, last.values())
         self._tell(lambda writer: writer.flush())
 
     def _take_arrived(self) -> bool:
@@ -214,7 +214,7 @@ class MetricsProcessor:
                 loss, grad_norm = float(values.loss), float(values.grad_norm)
                 self.skips = Skips(consecutive, ended.step, loss, grad_norm)
             if self._last_record is None or ended.step % self.log_freq == 0:
-                self._write_record(ended)
+                self._write_record(ended, values)
         return self._last_record is not previous
 
     def own_times(self) -> list[float]:
@@ -225,8 +225,9 @@ class MetricsProcessor:
 
     # ----- Records -----
 
-    def _write_record(self, ended: _EndedStep) -> None:
-        """Make the record of the steps since the last one, and pass it to the writers."""
+    def _write_record(self, ended: _EndedStep, values: StepValues) -> None:
+        """Make the record of the steps since the last one, of which `ended` with its `values` is
+        the newest, and pass it to the writers."""
         # Only training counts for rates.
         since, self._since_record = self._since_record, defaultdict(float)
         steps, data_s, compile_s = since["steps"], since["data"], since["compile"]
@@ -234,7 +235,6 @@ class MetricsProcessor:
         self._times["training"] += training_s
         self._times["data"] += data_s
 
-        values = ended.values()
         tokens, self._tokens = values.tokens - self._tokens, values.tokens
         tps = tokens / training_s / self.n_devices
         step_time_s, data_time_s = (training_s + data_s) / steps, data_s / steps
