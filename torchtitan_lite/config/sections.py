@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
+from torchtitan_lite.catalog.optimizers import OPTIMIZERS
 from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Recipe
 from torchtitan_lite.catalog.schedules import DEFAULT_SCHEDULE
 
@@ -108,6 +109,11 @@ class OptimizerConfig(Section):
     """How PyTorch runs the update: one fused kernel, one kernel an operation, or a Python loop."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of both moments, unset: training.dtype; bfloat16: the second rounded at random."""
+
+    @property
+    def skips_on_device(self) -> bool:
+        """Whether no step waits for the device to learn whether it is skipped."""
+        return self.implementation in OPTIMIZERS[self.name].skips_on_device
 
 
 class LRSchedulerConfig(Section):

@@ -29,17 +29,20 @@ def build_optimizer(
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
     }
-    if optimizer.state_dtype == "bfloat16":
-        return BFloat16AdamW(parameters, **settings)
-
     implementation = optimizer.implementation
-    if implementation != "fused":
+    if not optimizer.skips_on_device:
         logger.info(
             f'[optimizer] implementation = "{implementation}" waits for the device in every step '
             'to read whether the gradient is finite; "fused" does not'
         )
-    fused, foreach = implementation == "fused", implementation == "foreach"
-    return torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
+    built: torch.optim.Optimizer
+    if optimizer.state_dtype == "bfloat16":
+        built = BFloat16AdamW(parameters, **settings)
+    else:
+        fused, foreach = implementation == "fused", implementation == "foreach"
+        built = torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
+    built.defaults["skips_on_device"] = optimizer.skips_on_device
+    return built
 
 
 # ----- AdamW with moments in bfloat16 -----
@@ -55,7 +58,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
     a GPU the update is compiled, to 2 kernels a parameter."""
 
     def __init__(self, parameters: Iterable[Parameter], **settings: Any) -> None:
-        super().__init__(parameters, {**settings, "fused": True})
+        super().__init__(parameters, settings)
         self._device = self.param_groups[0]["params"][0].device
         self.found_inf = torch.zeros((), device=self._device)
         compiles = self._device.type == "cuda"
@@ -243,9 +246,8 @@ class UpdateGuard:
 def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
     """Update the parameters unless `found_inf`, [] float32 on their device, is 1.
 
-    An update with `fused` in its defaults, as torch's, reads it on the device. For the others it is
-    read here, which waits."""
-    if optimizer.defaults["fused"]:
+    `optimizer` reads it on the device if it can, see `OptimizerRow`, else it is read here."""
+    if optimizer.defaults["skips_on_device"]:
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # set as GradScaler does
         optimizer.step()
     elif not found_inf.item():
