@@ -47,15 +47,13 @@ def prepare_job(
     spec, on_cpu = planned_device(device, config), device.type == "cpu"
     job = resolve_auto(job, memory_gib=min(memory_gib), device=spec, on_cpu=on_cpu)
     logger.info(f"{job.layout()}, on {device.type}")
-    log_prediction(job, device=device)
+    if spec is not None and job.config.float8.enable_float8_linear:
+        log_prediction(job, spec, device=device)
     return job, tokenizer
 
 
-def log_prediction(job: Job, *, device: torch.device) -> None:
-    """Log what float8 is predicted to gain over bf16, if it is on and the device is known."""
-    spec = planned_device(device, job.config)
-    if spec is None or not job.config.float8.enable_float8_linear:
-        return
+def log_prediction(job: Job, spec: DeviceSpec, *, device: torch.device) -> None:
+    """Log what float8 is predicted to gain over bf16 on `device`, whose data sheet is `spec`."""
     attention = find_attention(job, device=device)
     work = build_workload(job, fused_attention=attention != "MATH")
     logger.info(f"predicted: {format_verdict(work.predict(spec))}")

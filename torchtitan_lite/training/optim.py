@@ -29,12 +29,16 @@ def build_optimizer(
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
     }
+
+    # A step that is skipped is known on the device, or read by the host.
     implementation = optimizer.implementation
     if not optimizer.skips_on_device:
         logger.info(
             f'[optimizer] implementation = "{implementation}" waits for the device in every step '
             'to read whether the gradient is finite; "fused" does not'
         )
+
+    # Moments in bfloat16 are ours, all others torch's.
     built: torch.optim.Optimizer
     if optimizer.state_dtype == "bfloat16":
         built = BFloat16AdamW(parameters, **settings)
