@@ -202,7 +202,6 @@ def run_entries(config: Config) -> list[str]:
     metrics = config.metrics
     return [
         *(f"{record}.jsonl" for record in RECORDS),
-        "peaks.json",
         *(metrics.folder_of(writer) for writer in WRITERS),
         config.checkpoint.folder,
         config.profiling.save_traces_folder,

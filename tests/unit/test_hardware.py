@@ -1,45 +1,65 @@
 """Peaks of a device, given, published or measured, and memory."""
 
+import itertools
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.metrics import hardware
 from torchtitan_lite.metrics.hardware import (
     Peaks,
+    device_name,
     find_peaks,
+    measure_cpu_peaks,
     measure_peak,
     peak_memory_gib,
     total_memory_gib,
 )
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
-FILE = Path("peaks.json")
 ON_CPU, ON_GPU = {"bf16": 0.2, "fp32": 0.1}, {"bf16": 700.0, "fp8": 1300.0}
 
 
-@pytest.fixture(autouse=True)
-def measured(monkeypatch):
-    def measure(precisions, *, file):
-        assert file == FILE
-        return {precision: ON_CPU[precision] for precision in precisions}
+@pytest.fixture
+def threads(monkeypatch):
+    """One rank on two cores, and the numbers of threads that it has set."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    threads = [2]
+    monkeypatch.setattr(hardware, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    return threads
 
-    monkeypatch.setattr(hardware, "find_cpu_peaks", measure)
-    monkeypatch.setattr(hardware, "measure_peak", lambda precision, device: ON_GPU[precision])
+
+@pytest.fixture
+def measured(monkeypatch, threads):
+    """The precisions that were measured, in order, on one thread of a CPU."""
+    measured = []
+
+    def measure(precision, device):
+        assert threads[-1] == 1 or device == GPU
+        measured.append(precision)
+        return {CPU: ON_CPU, GPU: ON_GPU}[device][precision]
+
+    monkeypatch.setattr(hardware, "measure_peak", measure)
+    return measured
 
 
 def find(device: torch.device, *precisions: str, **metrics) -> Peaks:
-    return find_peaks(device, MetricsConfig(**metrics), precisions=precisions, file=FILE)
+    return find_peaks(device, MetricsConfig(**metrics), precisions=precisions)
 
 
 # ----- find_peaks -----
 
 
-def test_find_peaks_measures_on_cpu_what_is_not_given_or_all_if_asked_to():
+def test_find_peaks_measures_on_cpu_what_is_not_given_or_all_if_asked_to(monkeypatch, measured):
+    monkeypatch.setattr(hardware, "_rank_threads", lambda: 1)
     assert find(CPU, "bf16", "fp32") == Peaks("CPU", measured=ON_CPU, approximate=True)
     given, bf16 = {"peak_tflops_bf16": 1.0}, {"bf16": 1.0}
     peaks = find(CPU, "bf16", "fp32", **given)
@@ -65,7 +85,7 @@ def test_find_peaks_measures_on_cpu_what_is_not_given_or_all_if_asked_to():
     ],
 )
 def test_find_peaks_of_a_gpu_are_given_else_published_else_measured(
-    monkeypatch, name, metrics, origins, tflops
+    monkeypatch, measured, name, metrics, origins, tflops
 ):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: {GPU: name}[device])
     peaks = find(GPU, "bf16", "fp8", **metrics)
@@ -82,7 +102,57 @@ def test_peaks_are_described_with_their_origins():
     assert "approximate" in str(replace(peaks, approximate=True))
 
 
+# ----- measure_cpu_peaks -----
+
+
+def test_measure_cpu_peaks_in_one_order_on_one_thread_each_time(threads, measured):
+    for _ in range(2):
+        assert measure_cpu_peaks(["bf16", "fp32"]) == {"bf16": 2 * 0.2, "fp32": 2 * 0.1}
+    assert measured == ["bf16", "fp32"] * 2
+    assert threads == [2, 1, 2, 1, 2]
+
+
+def test_measure_cpu_peaks_takes_the_largest_of_the_ranks(monkeypatch, measured):
+    monkeypatch.setattr(hardware, "_rank_threads", lambda: 1)
+    monkeypatch.setattr(hardware, "on_all_ranks", lambda make: [make(), [0.15, 0.3]])
+    assert measure_cpu_peaks(["bf16", "fp32"]) == {"bf16": 0.2, "fp32": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "rank_threads"),
+    [
+        (1, [], 1),
+        (8, [], 2),
+        (2, [{0, 1}], 1),
+        (1, [{0, 1}] * 3, 0.5),
+        (2, [{2, 3}], 2),  # ranks that are pinned share no core
+        (2, [{1, 2}], 1.5),
+    ],
+)
+def test_rank_threads_are_at_most_a_share_of_the_cores(
+    monkeypatch, threads, own, others, rank_threads
+):
+    here, elsewhere = socket.gethostname(), ("another host", {0, 1})
+    ranks = [elsewhere, *((here, cores) for cores in others)]
+    threads.append(own)
+    monkeypatch.setattr(hardware, "on_all_ranks", lambda make: [make(), *ranks])
+    assert hardware._rank_threads() == pytest.approx(rank_threads)
+
+
 # ----- measure_peak -----
+
+
+def test_measure_peak_takes_the_best_of_many_matmuls_on_a_cpu(monkeypatch):
+    # One matmul takes 2 ms, all others, which another process interrupts, 30 ms.
+    seconds = itertools.chain([0.03] * 3, [0.002], itertools.repeat(0.03))
+    pauses = itertools.chain.from_iterable((0.0, s) for s in seconds)
+    now = itertools.accumulate(pauses)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(now))
+    before = torch.get_rng_state()
+    assert measure_peak("fp32", CPU) == pytest.approx(2 * 256**3 / 0.002 / 1e12)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_measure_peak_of_a_gpu_is_the_median_of_ten_matmuls_at_a_time(monkeypatch):
     # Three times ten matmuls, of 0.1, 0.4 and 0.2 s.
     seconds = iter([0.0, 0.1, 1.0, 1.4, 2.0, 2.2])
@@ -94,6 +164,16 @@ def test_measure_peak_of_a_gpu_is_the_median_of_ten_matmuls_at_a_time(monkeypatc
     monkeypatch.setattr(torch, "Generator", lambda device: generator)
     monkeypatch.setattr(torch, "randn", lambda *shape, generator, device: randn(*shape))
     assert measure_peak("fp32", GPU) == pytest.approx(10 * 2 * 64**3 / 0.2 / 1e12)
+
+
+# ----- device_name -----
+def test_device_name_of_a_cpu_is_its_model_else_the_architecture(monkeypatch, threads):
+    lines = "processor\t: 0\nmodel name\t: Fast CPU\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: lines)
+    assert device_name() == "CPU: Fast CPU, 2 cores"
+    monkeypatch.setattr(Path, "read_text", lambda path: "processor\t: 0\n")
+    monkeypatch.setattr(hardware.platform, "machine", lambda: "aarch64")
+    assert device_name() == "CPU: aarch64, 2 cores"
 
 
 # ----- peak_memory_gib, total_memory_gib -----

@@ -49,7 +49,7 @@ def test_run_entries_has_the_folders_that_the_config_names():
     entries = run_entries(Config(metrics=MetricsConfig(save_tb_folder="curves")))
     files = ["metrics.jsonl", "validation.jsonl", "numerics.jsonl", "samples.jsonl"]
     folders = ["checkpoint", "profile_traces", "memory_snapshot", "comm_traces"]
-    assert entries == [*files, "peaks.json", "curves", "wandb", *folders]
+    assert entries == [*files, "curves", "wandb", *folders]
 
 
 def test_start_facts_has_the_numbers_of_nodes_and_processes(monkeypatch):

@@ -26,7 +26,7 @@ WRITERS = (
     CurveWriter("TensorBoard", "enable_tensorboard", "tb", folder_key="save_tb_folder"),
     CurveWriter("wandb", "enable_wandb", "wandb", package="wandb"),
 )
-RUN_FILES = {"config.toml", "peaks.json", "status.json", ".lock", "logs", "previous"}
+RUN_FILES = {"config.toml", "status.json", ".lock", "logs", "previous"}
 RUN_FILES |= {f"{name}.jsonl" for name in RECORDS}
 RUN_FILES |= {writer.folder for writer in WRITERS if writer.folder_key is None}
 """Names in the run folder that every run uses and that no key can choose."""

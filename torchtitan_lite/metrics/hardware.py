@@ -1,8 +1,8 @@
 """The device's peak FLOPS, given, published or measured, and the memory that the run takes of it.
 
 A CPU has no data sheet of matmul peaks, and other processes may use its cores at any time. So its
-peak is measured by all ranks at once, and kept in the run folder. A rank's peak is the best of many
-short matmuls on one thread, times the threads that the rank can run: a matmul of a millisecond ends
+peak is measured at each start, by all ranks at once. A rank's peak is the best of many short
+matmuls on one thread, times the threads that the rank can run: a matmul of a millisecond ends
 between two interruptions, even on a busy machine, while on several threads it would wait for the
 slowest of them.
 """
@@ -14,20 +14,16 @@ import socket
 import statistics
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import BaseModel, Field
 
-from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
-from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.base.files import replace_file, usable_cores
-from torchtitan_lite.base.jsonfile import read_regular
-from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.collectives import on_all_ranks
+from torchtitan_lite.base.files import usable_cores
 from torchtitan_lite.catalog.devices import DeviceSpec, Precision, lookup_device
 from torchtitan_lite.config import MetricsConfig
 
@@ -87,18 +83,16 @@ def _known(**peaks: float | None) -> dict[Any, float]:
 
 
 def find_peaks(
-    device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision], file: Path
+    device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision]
 ) -> Peaks:
     """Return the peaks of `device`, measuring those of `precisions` where necessary.
 
-    A GPU's are measured if [metrics] measure_peak is set, a CPU's also if they are not given; a
-    CPU's are kept in `file`. A collective call: ranks measure at the same time, as they train.
-    """
+    A GPU's are measured if [metrics] measure_peak is set, a CPU's also if they are not given. A
+    collective call: ranks measure at the same time, as they train."""
     given, wanted = given_peaks(metrics), set(precisions) if metrics.measure_peak else set()
     if device.type == "cpu":
         unknown = set(precisions) - given.keys()
-        wanted |= unknown
-        measured = find_cpu_peaks(wanted, file=file) if wanted else {}
+        measured = measure_cpu_peaks(sorted(wanted | unknown))
         return Peaks("CPU", measured=measured, given=given, approximate=bool(unknown))
     name = torch.cuda.get_device_name(device)
     measured = {precision: measure_peak(precision, device) for precision in sorted(wanted)}
@@ -141,57 +135,13 @@ def measure_peak(precision: Precision, device: torch.device) -> float:
     return together * 2 * size**3 / typical / 1e12
 
 
-class _KeptPeaks(BaseModel, allow_inf_nan=False):
-    """Content of peaks.json: the CPU, the threads of a rank, and its peaks."""
-
-    cpu: str
-    threads: float
-    tflops: dict[Precision, Annotated[float, Field(gt=0)]]
-
-
-def find_cpu_peaks(precisions: Collection[Precision], *, file: Path) -> dict[Precision, float]:
-    """Return the peaks of the fastest rank in TFLOPS. A collective call.
-
-    Peaks kept in `file` are used if they are of the same CPU and number of threads. The others are
-    measured, and kept there.
-    """
-    cpu, threads = cpu_name(), _rank_threads()
-    kept = on_rank0(lambda: _read_kept(file, cpu=cpu, threads=threads))
-    missing = sorted(set(precisions) - kept.keys())
-    if not missing:
-        return kept
-
-    # All ranks measure at the same time, as they train, each on one thread.
-    used, device = torch.get_num_threads(), torch.device("cpu")
+def measure_cpu_peaks(precisions: Sequence[Precision]) -> dict[Precision, float]:
+    """Return the peaks of the fastest rank in TFLOPS. A collective call, the same on all ranks."""
+    threads, used, device = _rank_threads(), torch.get_num_threads(), torch.device("cpu")
     torch.set_num_threads(1)
-    ranks = on_all_ranks(lambda: {name: threads * measure_peak(name, device) for name in missing})
+    ranks = on_all_ranks(lambda: [threads * measure_peak(name, device) for name in precisions])
     torch.set_num_threads(used)
-    kept |= {name: max(peaks[name] for peaks in ranks) for name in missing}
-    content = _KeptPeaks(cpu=cpu, threads=threads, tflops=kept).model_dump_json(indent=1)
-    on_rank0(lambda: replace_file(file, content + "\n"))
-    return kept
-
-
-def _read_kept(file: Path, *, cpu: str, threads: float) -> dict[Precision, float]:
-    """Return the peaks kept in `file`, or none if it does not exist, is damaged, or was written on
-    another CPU or with another number of threads."""
-    if file.is_dir():
-        raise ConfigError(f"{file} is not a file, and a run keeps one there; move it elsewhere.")
-    if not file.exists():
-        return {}
-    try:
-        kept = _KeptPeaks.model_validate_json(read_regular(file, max_bytes=4096))
-    except (OSError, ValueError):
-        logger.info(f"{file} is damaged: the CPU's peaks are measured again")
-        return {}
-    if (kept.cpu, kept.threads) != (cpu, threads):
-        logger.info(
-            f"{file} is of {kept.cpu}, {kept.threads:g} threads a rank, and this is {cpu}, "
-            f"{threads:g} threads: the CPU's peaks are measured again"
-        )
-        return {}
-    logger.info(f"the CPU's peaks were read from {file}")
-    return kept.tflops
+    return {name: max(peaks) for name, *peaks in zip(precisions, *ranks, strict=True)}
 
 
 def _rank_threads() -> float:
@@ -203,19 +153,13 @@ def _rank_threads() -> float:
     return min(torch.get_num_threads(), sum(1 / users[core] for core in cores))
 
 
-def cpu_name() -> str:
-    """Return the processor's model, or its architecture if the system does not name a model."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.machine())
-
-
 def device_name() -> str:
     """Return the name of the GPU at hand, or of the CPU with its number of cores."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"CPU: {cpu_name()}, {len(usable_cores())} cores"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"CPU: {next(models, platform.machine())}, {len(usable_cores())} cores"
 
 
 def synchronize(device: torch.device) -> None:

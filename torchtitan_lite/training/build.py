@@ -238,8 +238,7 @@ def build_metrics(
     precisions = {precision for precision, count in ledger.by_precision.items() if count}
     if has_float8_units(device):
         precisions |= {"bf16", "fp8"}
-    file = job.folder / "peaks.json"
-    logger.info(peaks := find_peaks(device, config.metrics, precisions=precisions, file=file))
+    logger.info(peaks := find_peaks(device, config.metrics, precisions=precisions))
 
     # If a rank cannot open its files, all ranks end.
     records: dict[RecordKind, bool] = {
