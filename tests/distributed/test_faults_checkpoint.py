@@ -248,7 +248,7 @@ def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
     assert not (folder / "SAVE").exists()
 
 
-# ----- last_save_model_only, initial_load_path, exclude_from_loading -----
+# ----- last_save_model_only, initial_load_path -----
 def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
     straight: Path, tmp_path: Path
 ) -> None:
@@ -273,14 +273,6 @@ def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
     assert list(records(other)) == [3, 4, 5, 6]
     assert values(other, "loss") == values(straight, "loss")[2:6]
     assert samples(other) == {step: samples(straight)[step] for step in range(3, 7)}
-
-    # And one with the data and the learning rate of the first steps.
-    afresh = tmp_path / "afresh"
-    excluded = "--checkpoint.exclude_from_loading=lr_scheduler,dataloader"
-    finish(afresh, f"{STEPS}=4", *settings, excluded, faults=[NOTE])
-    assert list(records(afresh)) == [3, 4]
-    assert values(afresh, "lr") == values(straight, "lr")[:2]
-    assert samples(afresh) == {step + 2: samples(straight)[step] for step in (1, 2)}
 
 
 # ----- initial_load_in_hf, last_save_in_hf -----

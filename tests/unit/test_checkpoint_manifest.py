@@ -72,26 +72,6 @@ def write_fields(folder, fields):
 
 # ----- TrainingProgress -----
 
-NO_DATA = {"samples": 0, "data": {}}
-NO_STEPS = {"step": 0, "tokens": 0, "skipped_steps": 0}
-
-
-@pytest.mark.parametrize(
-    ("excluded", "changes"),
-    [
-        ([], {}),
-        (["optimizer"], {}),
-        (["dataloader"], NO_DATA),
-        (["lr_scheduler"], {"schedule_start": 10}),
-        (["optimizer", "lr_scheduler", "dataloader"], {**NO_DATA, "schedule_start": 10}),
-        (["train_state"], {**NO_STEPS, "schedule_start": -7}),
-        (["train_state", "lr_scheduler"], {**NO_STEPS, "schedule_start": 0}),
-    ],
-)
-def test_states_without_the_excluded_ones(excluded, changes):
-    progress = TrainingProgress(10, 80, 5120, {"seed": 0}, skipped_steps=2, schedule_start=3)
-    assert progress.without(excluded) == replace(progress, **changes)
-
 
 def test_held_out_windows_are_by_store():
     assert [SAMPLE.progress.held_out(store) for store in (1, 2)] == [7, 0]
@@ -152,6 +132,7 @@ def progress(**changes):
         (size(2**63), r"files\..*size: .*less"),
         ({"progress": {"step": 1}}, r"progress\.samples: Field required"),
         ({"progress": None}, r"progress: Input should be"),
+        (progress(schedule_start=7), r"progress\.schedule_start: Input should be 0"),
         (progress(skipped_steps=10**30), r"progress\.skipped_steps: .*less"),
         (progress(data={"store 1 held out": -1}), r"progress\.data\.store 1 held out.*: .*greater"),
         ({"config": "not [ toml"}, r"config: .*not valid TOML: Expected '='"),

@@ -49,9 +49,9 @@ def test_a_batch_that_the_processes_cannot_make_is_refused() -> None:
 # ----- Course -----
 
 
-def course(*, steps: int = 30, batch: int = 8, start: int = 0, **schedule: object) -> Course:
+def course(*, steps: int = 30, batch: int = 8, **schedule: object) -> Course:
     tables = {"optimizer": {"lr": 1.0}, "lr_scheduler": {"warmup_steps": 0, **schedule}}
-    return Course(Config.model_validate(tables), batch, steps, start)
+    return Course(Config.model_validate(tables), batch, steps)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,6 @@ def course(*, steps: int = 30, batch: int = 8, start: int = 0, **schedule: objec
             course(decay_ratio=0.0, total_steps=40),
             ["learning rate: 0.268 in step 30 -> 1 in step 31"],
         ),
-        (course(), course(start=30), ["learning rate: 0.0323 in step 30 -> 0.968 in step 31"]),
     ],
 )
 def test_changes_of_the_course_are_named(before, now, expected):

@@ -2,7 +2,6 @@
 
 import math
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_lite.checkpoint import checkpointer
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import CheckpointConfig, ParallelDegrees, TrainingConfig
@@ -80,22 +78,3 @@ def test_save_requested_removes_the_request_and_is_true_where_checkpoints_are_on
     assert Checkpointer.save_requested(saver, tmp_path) is enabled
     assert not (tmp_path / "SAVE").exists()
     assert ("SAVE: not saved: [checkpoint] enable = false" in notices.text) is not enabled
-
-
-@pytest.mark.parametrize(("saved", "files"), [(4, [0, 1, 2, 3]), (3, [0, 1, 2, 0])])
-def test_checkpointer_loads_each_ranks_own_random_state(saved, files, tmp_path, monkeypatch):
-    """With more ranks than the run that saved, some share a random state."""
-    loaded: list[str] = []
-    monkeypatch.setattr(
-        checkpointer.states, "load_random_state", lambda path, device: loaded.append(path.name)
-    )
-    monkeypatch.setattr(checkpointer, "on_all_ranks", lambda make: make())
-    manifest = SimpleNamespace(tensors={}, has_weights_only=True, world_size=saved)
-    resume: Any = SimpleNamespace(path=tmp_path, manifest=manifest, excluded=("optimizer",))
-    loader: Any = SimpleNamespace(folder=Path(), _model=torch.nn.Linear(1, 1), _device=CPU)
-    loader._read = lambda path, state: None
-    for rank in range(4):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-        Checkpointer.load(loader, resume)
-        dist.destroy_process_group()
-    assert loaded == [f"rank-{file:05d}.json" for file in files]

@@ -103,12 +103,12 @@ class Checkpointer:
         """Load a checkpoint into model, optimizer and random generators. If it is in the run's own
         folder, set later ones aside. Raises CheckpointError if it is of another model."""
         path, manifest = resume.path, resume.manifest
-        if "optimizer" in resume.excluded:
+        saved = manifest.tensors
+        if resume.new_moments:
             state = states.model_state(self._model)
+            saved = {name: each for name, each in saved.items() if name.startswith("model.")}
         else:
             state = states.training_state(self._model, self._optimizer)
-        excluded = tuple(f"{name}." for name in resume.excluded)
-        saved = {name: e for name, e in manifest.tensors.items() if not name.startswith(excluded)}
         if not manifest.has_weights_only:  # they may have another data type, export_dtype
             wanted = states.stage_entries(state, stages=self._stages)
             check_tensors(saved, wanted, path=path)
@@ -123,7 +123,7 @@ class Checkpointer:
             self.last_saved = path
             if self.saves:
                 on_rank0(lambda: folders.set_aside_after(self.folder, manifest.progress.step))
-        without = f", without its {', '.join(resume.excluded)}" if resume.excluded else ""
+        without = ", without its optimizer" if resume.new_moments else ""
         logger.info(f"resumed from {path}{without}")
 
     def load_weights(self, path: Path, args: ModelArgs) -> None:

@@ -7,12 +7,12 @@ import hashlib
 import platform
 import re
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter
 
@@ -79,23 +79,10 @@ class TrainingProgress:
     """Steps skipped since the last update."""
     loss_mean: float | None = None
     """Running mean of the losses in nats; None until there is one."""
-    schedule_start: int = 0
-    """Step after which the learning rate's schedule began. It is 0 unless `without` changed it."""
+    schedule_start: Literal[0] = 0
+    """Earlier versions could begin the learning rate's schedule at a later step."""
     last_step: Count | None = None
     """Last step of the run that saved it; 0.3 and earlier did not write it."""
-
-    def without(self, excluded: Collection[str]) -> "TrainingProgress":
-        """Return the progress with the `excluded` states at their start: "train_state" (steps and
-        counts), "dataloader" (the data), "lr_scheduler". Each is independent of the others."""
-        progress = self
-        if "train_state" in excluded:
-            start = self.schedule_start - self.step
-            progress = TrainingProgress(0, self.samples, 0, self.data, schedule_start=start)
-        if "dataloader" in excluded:
-            progress = replace(progress, samples=0, data={})
-        if "lr_scheduler" in excluded:
-            progress = replace(progress, schedule_start=progress.step)
-        return progress
 
     def held_out(self, store: int) -> int:
         """Return how many windows of a store, numbered from 1, are held out for validation."""

@@ -1,6 +1,5 @@
 """Choose the checkpoint that a run continues from, and check its files."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +11,6 @@ from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.config import CheckpointConfig
-from torchtitan_lite.config.keys import show
 
 from . import folders
 from .manifest import BrokenCheckpoint, CheckpointManifest, TrainingProgress, broken_files
@@ -28,13 +26,13 @@ class Resume:
 
     path: Path
     manifest: CheckpointManifest
-    excluded: Sequence[str] = ()
-    """The states that are not loaded, by their names in exclude_from_loading."""
+    new_moments: bool = False
+    """Whether the optimizer's state is left out, so that its moments start at zero."""
 
     @property
     def progress(self) -> TrainingProgress:
         """Counters that the run continues from."""
-        return self.manifest.progress.without(self.excluded)
+        return self.manifest.progress
 
     def check_can_train(self, *, last_step: int) -> None:
         """Raise CheckpointError if the run has steps left and the checkpoint has only weights."""
@@ -73,7 +71,7 @@ def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
             f"[checkpoint] initial_load_model_only = false: {path}, of {kind}, has nothing but "
             "weights that can be loaded; set it to true."
         )
-    return Resume(path, manifest, checkpoint.exclude_from_loading)
+    return Resume(path, manifest, new_moments=bool(checkpoint.exclude_from_loading))
 
 
 def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
@@ -100,9 +98,8 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
             reason = str(broken)
             logger.info(reason)
             continue
-        if manifest.has_weights_only:
-            return Resume(path, manifest, excluded=["optimizer"])
-        return Resume(path, manifest, _excluded(checkpoint, manifest, path=path))
+        new_moments = manifest.has_weights_only or _leaves_out_moments(checkpoint, manifest)
+        return Resume(path, manifest, new_moments=new_moments)
     if reason is None:
         return None
     raise CheckpointError(
@@ -112,25 +109,17 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
     )
 
 
-def _excluded(
-    checkpoint: CheckpointConfig, manifest: CheckpointManifest, *, path: Path
-) -> Sequence[str]:
-    """Return the states that are not loaded from a checkpoint in the run's own folder. Raises
-    CheckpointError for "train_state": steps from 1 on would be saved over those that exist."""
-    excluded = checkpoint.exclude_from_loading
-    wanted = f"[checkpoint] exclude_from_loading = {show(excluded)}"
-    # The run that saved it has left out the same states already: a restart takes all of its own.
+def _leaves_out_moments(checkpoint: CheckpointConfig, manifest: CheckpointManifest) -> bool:
+    """Return whether to leave out the moments of a checkpoint in the run's own folder: not if the
+    run that saved it had left out earlier ones, so that a restart takes all of its own."""
+    if not checkpoint.exclude_from_loading:
+        return False
     saved = parse_toml(manifest.config.encode()).get("checkpoint", {})
-    if excluded and saved.get("exclude_from_loading") == list(excluded):
-        logger.info(f"{wanted} is ignored: the run that saved {path} had the same")
-        return ()
-    if "train_state" in excluded:
-        raise CheckpointError(
-            f"{wanted}: without train_state the steps begin at 1 again, and {path.parent} has "
-            "checkpoints of these steps; set another [job] dump_folder, with [checkpoint] "
-            f'initial_load_path = "{path}" and initial_load_model_only = false.'
-        )
-    return excluded
+    if saved.get("exclude_from_loading") != list(checkpoint.exclude_from_loading):
+        return True
+    step = manifest.progress.step
+    logger.info(f"[checkpoint] exclude_from_loading is ignored: the run that saved {step} had it")
+    return False
 
 
 def new_disk_group() -> dist.ProcessGroup:

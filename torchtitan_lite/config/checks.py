@@ -91,21 +91,14 @@ def check_decay(schedule: LRSchedulerConfig, *, steps: int) -> Iterator[str]:
         )
 
 
-def log_odd_schedule(schedule: LRSchedulerConfig, *, steps: int, start: int) -> None:
-    """Log it if a schedule that began after step `start` of a run of `steps` is shorter than its
-    warm-up, or ends before the run. `start` is negative if it began in another run."""
+def log_odd_schedule(schedule: LRSchedulerConfig, *, steps: int) -> None:
+    """Log it if the schedule of a run of `steps` is shorter than its warm-up."""
     total = schedule.total_steps or steps
     if total < schedule.warmup_steps:
         logger.info(
             f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is longer than the schedule of "
             f"{total} steps: the warm-up is shortened to {total}, and nothing follows it; set "
             "warmup_steps to less, or total_steps to the whole run's steps"
-        )
-    if start < 0 and total + start < steps:
-        logger.warning(
-            f"[lr_scheduler] the schedule of {total} steps goes on after {-start}, and ends at "
-            f"step {max(total + start, 0)} of {steps}; set total_steps = {steps - start}, or begin "
-            'it again: [checkpoint] exclude_from_loading = ["train_state", "lr_scheduler"]'
         )
 
 

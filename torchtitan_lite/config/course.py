@@ -74,19 +74,17 @@ class Course:
     config: Config
     global_batch_size: int
     last_step: int
-    schedule_start: int
-    """Step after which the schedule of the learning rate began."""
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step, from 1."""
-        schedule, at = self.config.lr_scheduler.model_dump(), step - self.schedule_start
-        return self.config.optimizer.lr * lr_factor(at, training_steps=self.last_step, **schedule)
+        schedule = self.config.lr_scheduler.model_dump()
+        return self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **schedule)
 
     def schedule(self) -> tuple[object, ...]:
         """Return what decides on all learning rates."""
         keys = self.config.lr_scheduler
         keys = keys.model_copy(update={"total_steps": keys.total_steps or self.last_step})
-        return self.config.optimizer.lr, self.schedule_start, keys
+        return self.config.optimizer.lr, keys
 
     def changes(self, before: "Course", *, step: int) -> Iterator[str]:
         """Yield the differences from the course of a run that saved `step`."""

@@ -10,7 +10,6 @@ from .types import (
     AllOrCount,
     Count,
     DatasetName,
-    ExcludedState,
     Name,
     Names,
     PathName,
@@ -63,8 +62,8 @@ class CheckpointConfig(Section):
     """Refuse any but a Hugging Face model; without initial_load_path it is model.tokenizer_path."""
     initial_load_model_only: bool = True
     """false: a new run goes on from all that the checkpoint at initial_load_path has."""
-    exclude_from_loading: Annotated[tuple[ExcludedState, ...], Strict(False)] = ()
-    """What a run that resumes starts afresh: moments, learning rate, data, or steps."""
+    exclude_from_loading: Annotated[tuple[Literal["optimizer"], ...], Strict(False)] = ()
+    """["optimizer"]: a run that resumes starts with new moments. Nothing else can be left out."""
     on_failure: Literal["stop", "warn"] = "stop"
     """After a failed save: stop, or warn and go on; exit code 7 anyway if the last save failed."""
     verify_hashes: bool = True

@@ -46,7 +46,6 @@ PathOrEmpty = Annotated[Text, AfterValidator(expand_user)]
 PathName = Annotated[Name, AfterValidator(expand_user)]
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
-ExcludedState = Literal["optimizer", "lr_scheduler", "dataloader", "train_state"]
 if TYPE_CHECKING:
     DatasetName = str
     DecayType = str

@@ -65,7 +65,7 @@ def build_course(job: Job, resume: Resume | None, *, last_step: int) -> Course:
     """Build the course of a run, and log how it differs from that of the resumed checkpoint."""
     progress = NEW_RUN if resume is None else resume.progress
     batch = job.batch.global_batch_size
-    course = Course(job.config, batch, last_step, progress.schedule_start)
+    course = Course(job.config, batch, last_step)
     if resume is None or not 0 < progress.step < last_step:
         return course
 
@@ -74,8 +74,7 @@ def build_course(job: Job, resume: Resume | None, *, last_step: int) -> Course:
     # Version 0.3 and earlier did not save the last step, which with `epochs` depends on the data.
     configured = last_step if config.training.epochs else config.training.steps
     last_before = saved.progress.last_step or configured
-    batch_before, start = config.training.global_batch_size, saved.progress.schedule_start
-    before = Course(config, batch_before, last_before, start)
+    before = Course(config, config.training.global_batch_size, last_before)
     for change in course.changes(before, step=progress.step):
         logger.info(f"since step {progress.step}: {change}")
     return course
@@ -130,7 +129,7 @@ def build_batches(
     schedule, steps = job.config.lr_scheduler, batches.last_step
     for problem in check_decay(schedule, steps=steps):
         raise ConfigError(f"{problem}; [training] epochs = {training.epochs} end the run there.")
-    log_odd_schedule(schedule, steps=steps, start=progress.schedule_start)
+    log_odd_schedule(schedule, steps=steps)
     log_data(batches, training)
     if not validation.enable:
         return batches, None

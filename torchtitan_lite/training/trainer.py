@@ -328,7 +328,6 @@ class Trainer:
             skipped_steps=int(self.guard.skipped_steps.item()),
             consecutive_skips=int(self.guard.consecutive_skips.item()),
             loss_mean=None if math.isnan(loss_mean) else loss_mean,
-            schedule_start=self.course.schedule_start,
             last_step=self.last_step,
         )
 
