@@ -38,7 +38,7 @@ from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
 from torchtitan_lite.config import Config, asks_for_help, format_help, load_config, shared_settings
-from torchtitan_lite.metrics.figures import summary_lines
+from torchtitan_lite.metrics.summary import summary_lines
 from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.compiler_checks import check_compiler

@@ -4,8 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.metrics.figures import StepRecord, Summary
-from torchtitan_lite.metrics.written_run import WrittenRun
+from torchtitan_lite.metrics.base_writer import WrittenRun
+from torchtitan_lite.metrics.figures import StepRecord
+from torchtitan_lite.metrics.summary import Summary
 
 RECORD = StepRecord(
     step=12, tokens=49152, epochs={"pystdlib": 0.75}, lr=8e-4, skipped_steps=0, time=1.7e9,
@@ -38,10 +39,16 @@ SUMMARY = Summary(
     mfu=41.0,
     times_s={"training": 15.0},
 )
+NO_RECORDS = [
+    *(b"", b'{"step": 5, "tok', b'{"loss": 5}', b"[5]", b"\0" * 20, b"\xff", b'{"step": "5"}'),
+    *(b'{"step": true}', b'{"step": NaN}', b'{"step": ' + b"1" * 400 + b"}", b"1" * 5000),
+    *(b"[" * 100_000, b'{"step": 13, "x": ' + b"[" * 400 + b"]" * 400 + b"}"),
+]
+"""Lines that a crash or somebody else has written."""
 
 
 def written_run(folder: Path, **changes: Any) -> WrittenRun:
     """A new run on rank 0, which writes no more than its metrics."""
     run: dict[str, Any] = {"rank": 0, "total_steps": 30, "resume_step": 0, "records": ["metrics"]}
-    run |= {"config_toml": "[training]\nseq_len = 64\n", "changes_toml": ""}
+    run |= {"config_toml": "[training]\nseq_len = 64\n"}
     return WrittenRun(folder=folder, **(run | {"hparams": {"flavor": "8B"}} | changes))

@@ -11,11 +11,13 @@ import torch
 from sample_records import RECORD, SUMMARY
 
 from torchtitan_lite.catalog.devices import lookup_device
-from torchtitan_lite.metrics.figures import StepRecord, Summary, Writer, summary_lines
+from torchtitan_lite.metrics.base_writer import Writer
+from torchtitan_lite.metrics.figures import StepRecord
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor, Skips
 from torchtitan_lite.metrics.stage_times import StageTimes
+from torchtitan_lite.metrics.summary import Summary, summary_lines
 from torchtitan_lite.metrics.values import StepValues
 
 H100 = Peaks("H100 SXM", published_peaks(lookup_device("H100 SXM")))

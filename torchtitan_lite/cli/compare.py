@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.metrics.figures import FINAL_STEPS
+from torchtitan_lite.metrics.summary import FINAL_STEPS
 from torchtitan_lite.tools.comparison import format_comparison, read_runs
 
 

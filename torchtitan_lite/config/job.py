@@ -110,8 +110,8 @@ class Job:
         )
 
     def hparams(self) -> dict[str, bool | float | str]:
-        """Return the settings worth comparing between runs, for TensorBoard's HParams page, which
-        shows the first five of them by default."""
+        """Return the settings worth comparing between runs, for TensorBoard's HParams page and
+        wandb."""
         config, float8 = self.config, self.config.float8
         degrees = dataclasses.asdict(self.degrees)
         split = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]

@@ -20,18 +20,13 @@ from torch import Tensor
 
 from torchtitan_lite.base.errors import NumericError
 
+from .base_writer import Writer
 from .clock import HostEvent, record_cuda_event
-from .figures import (
-    BETWEEN_STEPS,
-    FINAL_STEPS,
-    CastErrors,
-    StepRecord,
-    Summary,
-    Writer,
-)
+from .figures import BETWEEN_STEPS, CastErrors, StepRecord
 from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
 from .stage_times import StageFigures, StageTimes
+from .summary import FINAL_STEPS, Summary
 from .values import StepValues
 from .writers import warn_left_out
 

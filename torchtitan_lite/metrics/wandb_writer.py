@@ -7,8 +7,9 @@ from typing import Any
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml
 
-from .figures import StepRecord, Summary, Writer, figure_of
-from .written_run import WrittenRun
+from .base_writer import Writer, WrittenRun
+from .figures import StepRecord, figure_of
+from .summary import Summary
 
 UPLOAD_TIMEOUT_S = 60.0
 """Longest wait for wandb's server at the end of a run, while devices idle. Data that is not

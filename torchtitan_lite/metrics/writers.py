@@ -1,39 +1,32 @@
 """Build the writers of a run's records; those of the console and of JSON lines."""
 
 import itertools
-import math
 import os
-import shutil
 import sys
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.files import replace_file
-from torchtitan_lite.base.jsonfile import read_lines, strict_json
+from torchtitan_lite.base.jsonfile import strict_json
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.terminal import clean
 from torchtitan_lite.catalog.run_files import RECORDS, RecordKind
 from torchtitan_lite.config import MetricsConfig
 
-from .figures import FINAL_STEPS, STEP_FIGURES, CastErrors, StepRecord, Summary, Writer
+from .base_writer import Writer, WrittenRun
+from .figures import CastErrors, StepRecord, format_mfu
+from .records import Line, read_records
+from .summary import Summary
 from .tensorboard_writer import TensorBoardWriter
 from .wandb_writer import WandbWriter
-from .written_run import WrittenRun
 
 COLORS = (31, 32, 33, 34, 35, 36)
 """ANSI codes of the foreground colours from red to cyan."""
-PREFIX_COLUMNS = len("[rank0] 00:00:00 ")
-"""Of the launcher and the logger, before each line of the console."""
-DROPPED = ("data_time_pct", "memory_gib", "grad_norm", "tflops")
-"""Figures that are left out, in this order, of a line that is longer than a terminal is wide."""
 CURVE_WRITERS: dict[str, type[TensorBoardWriter | WandbWriter]] = {
     writer.spare: writer for writer in (TensorBoardWriter, WandbWriter)
 }
@@ -41,21 +34,14 @@ CURVE_WRITERS: dict[str, type[TensorBoardWriter | WandbWriter]] = {
 
 
 def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
-    """Open a rank's writers. Raises ConfigError if one cannot start, or if a writer needs a file
-    where there is a folder, or the reverse."""
-    files: dict[RecordKind, Path] = {name: run.folder / f"{name}.jsonl" for name in RECORDS}
-    for path in files.values():
-        _check_kind(path, "file")
-    for row in metrics.writers:
-        _check_kind(run.folder / metrics.folder_of(row), "folder")
-
+    """Open a rank's writers. Raises ConfigError if one cannot start."""
     writers: list[Writer] = []
     if run.rank == 0:
         color = wants_color(disabled=metrics.disable_color_printing)
-        columns = shutil.get_terminal_size((0, 0)).columns or None if on_terminal() else None
-        writers.append(ConsoleWriter(total_steps=run.total_steps, color=color, columns=columns))
+        writers.append(ConsoleWriter(total_steps=run.total_steps, color=color))
         # An existing file is cut at the resumed step, even if this run writes nothing into it.
-        for kind, path in files.items():
+        for kind in RECORDS:
+            path = run.folder / f"{kind}.jsonl"
             if kind in run.records or path.exists():
                 writers.append(JsonlWriter(path, resume_step=run.resume_step, kind=kind))
 
@@ -80,14 +66,6 @@ def check_writers_installed(metrics: MetricsConfig) -> None:
             )
 
 
-def _check_kind(path: Path, kind: str) -> None:
-    if os.path.lexists(path) and not (path.is_file() if kind == "file" else path.is_dir()):
-        raise ConfigError(
-            f"{path} is not a {kind}, and a run keeps one there; move it elsewhere, or name "
-            "another [job] dump_folder."
-        )
-
-
 def warn_left_out(name: str, error: Exception) -> None:
     """Log that the run continues without a writer."""
     reason = f"{type(error).__name__}: {error}"
@@ -100,23 +78,14 @@ def warn_left_out(name: str, error: Exception) -> None:
 class ConsoleWriter(Writer):
     """Log one line per step. The first one says "warm-up" instead of the time left."""
 
-    def __init__(self, *, total_steps: int, color: bool, columns: int | None = None) -> None:
-        """`columns` is the width of the terminal, if there is one, which a step's line fits."""
+    def __init__(self, *, total_steps: int, color: bool) -> None:
         self._total_steps, self._color, self._warm_up = total_steps, color, True
-        self._columns = math.inf if columns is None else columns - PREFIX_COLUMNS
 
     def write(self, record: StepRecord) -> None:
         remaining_s = (self._total_steps - record.step) * record.step_time_s
         eta = "warm-up" if self._warm_up else f"eta {timedelta(seconds=round(remaining_s))}"
         self._warm_up = False
-        figures = {
-            name: figure.console(record) for name, figure in STEP_FIGURES.items() if figure.console
-        }
-        for name in DROPPED:
-            shown = filter(None, (self._head(record.step), *figures.values(), eta))
-            if len("  ".join(shown)) > self._columns:
-                figures[name] = ""
-        self._log(record.step, *figures.values(), eta)
+        self._log(record.step, *_describe(record), eta)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         self._log(step, *(f"{name} {value:.4f}" for name, value in scalars.items()))
@@ -147,30 +116,48 @@ class ConsoleWriter(Writer):
         for sample in samples:
             self._log(step, f"sample {sample['prompt'][:20]!r}: {sample['text'][:40]!r}")
 
-    def _head(self, step: int) -> str:
-        width = len(str(self._total_steps))
-        return f"step {step:>{width}}/{self._total_steps}"
-
     def _log(self, step: int, *texts: str) -> None:
-        """Log the step and the texts that are not empty, each in its own colour."""
+        """Log the step and the texts, each in its own colour."""
+        head = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
+        if not self._color:
+            logger.info("  ".join((head, *texts)))
+            return
         painted = [
-            f"\033[{color}m{clean(text)}\033[0m" if self._color else text
-            for color, text in zip(
-                itertools.cycle(COLORS), (self._head(step), *texts), strict=False
-            )
-            if text
+            f"\033[{color}m{clean(text)}\033[0m"
+            for color, text in zip(itertools.cycle(COLORS), (head, *texts), strict=False)
         ]
-        logger.info("  ".join(painted), extra={"clean": True} if self._color else None)
+        logger.info("  ".join(painted), extra={"clean": True})
 
 
-def on_terminal() -> bool:
-    """Return whether a terminal shows the log: directly, or as the launcher says by FORCE_COLOR."""
-    return sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+def _describe(record: StepRecord) -> Iterator[str]:
+    """Yield the figures of a step's line."""
+    yield f"loss {record.loss:.4f}"
+    yield f"grad_norm {record.grad_norm:.3g}"
+    if record.skipped_steps:
+        yield f"skipped {record.skipped_steps}"
+    yield f"tps {record.tps:,.0f}"
+    yield f"tflops {record.tflops:,.2f}"
+
+    mfu = f"mfu {format_mfu(record.mfu, approximate=record.approximate_mfu)}"
+    if record.mfu_documents is not None:
+        documents = format_mfu(record.mfu_documents, approximate=record.approximate_mfu)
+        mfu += f" (documents {documents})"
+    yield mfu
+    if record.bubble_pct is not None:
+        yield f"bubble {record.bubble_pct:.1f}%"
+
+    if record.memory_max_gib is None:
+        yield f"mem {record.memory_gib:.1f}GiB"
+    else:
+        yield f"mem {record.memory_max_gib:.1f}GiB (rank {record.memory_max_rank})"
+    yield f"time {record.step_time_s:.3f}s (data {record.data_time_pct:.1f}%)"
 
 
 def wants_color(*, disabled: bool) -> bool:
-    """Return whether to colour the log: on a terminal, not with NO_COLOR."""
-    return on_terminal() and not disabled and not os.environ.get("NO_COLOR")
+    """Return whether to colour the log: on a terminal, or where FORCE_COLOR, as the launcher sets
+    it, says that there is one; not with NO_COLOR."""
+    on_terminal = sys.stdout.isatty() or os.environ.get("FORCE_COLOR")
+    return bool(on_terminal) and not disabled and not os.environ.get("NO_COLOR")
 
 
 # ----- JSON lines -----
@@ -182,9 +169,8 @@ class JsonlWriter(Writer):
     def __init__(self, path: Path, *, resume_step: int, kind: RecordKind = "metrics") -> None:
         """Open `path`, and drop unfinished lines and lines after `resume_step`. The file is
         replaced atomically, so that a crash loses nothing."""
-        lines = read_lines(path) if path.exists() else ()
-        schema = _LossLine if kind == "metrics" else _Line
-        kept = [line.rstrip() + b"\n" for line in lines if _step_of(line, schema) <= resume_step]
+        lines = read_records(path, Line) if path.exists() else ()
+        kept = [line.rstrip() + b"\n" for line, record in lines if record.step <= resume_step]
         replace_file(path, b"".join(kept))
         self._file = path.open("a", buffering=1)
         self._kind = kind
@@ -215,33 +201,3 @@ class JsonlWriter(Writer):
 
     def close(self, summary: Summary | None) -> None:
         self._file.close()
-
-
-class _Line(BaseModel):
-    step: int
-
-
-class _LossLine(_Line):
-    loss: float | None
-
-
-def last_losses(dump_folder: Path) -> list[float]:
-    """Return the losses of the last FINAL_STEPS steps in a run's metrics.jsonl, which a writer has
-    opened; NaN for those that are not finite."""
-    lines = deque(read_lines(dump_folder / "metrics.jsonl"), maxlen=FINAL_STEPS)
-    losses = (_LossLine.model_validate_json(line).loss for line in lines)
-    return [math.nan if loss is None else loss for loss in losses]
-
-
-def has_validation(dump_folder: Path, step: int) -> bool:
-    """Return whether a run's validation.jsonl, which a writer has opened, has a step's loss."""
-    lines = read_lines(dump_folder / "validation.jsonl")
-    return any(_step_of(line, _Line) == step for line in lines)
-
-
-def _step_of(line: bytes, schema: type[_Line]) -> float:
-    """Return the step of a line, or infinity if it is not valid."""
-    try:
-        return schema.model_validate_json(line, strict=True).step
-    except ValidationError:
-        return math.inf

@@ -23,7 +23,6 @@ from torchtitan_lite.config import (
     MetricsConfig,
     TrainingConfig,
     check_decay,
-    dump_config,
     log_odd_schedule,
     read_decisive,
 )
@@ -32,13 +31,13 @@ from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.float8.convert import has_float8_units
-from torchtitan_lite.metrics.figures import Writer
+from torchtitan_lite.metrics.base_writer import Writer, WrittenRun
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor
+from torchtitan_lite.metrics.records import last_losses
 from torchtitan_lite.metrics.stage_times import StageTimes
-from torchtitan_lite.metrics.writers import build_writers, last_losses
-from torchtitan_lite.metrics.written_run import WrittenRun
+from torchtitan_lite.metrics.writers import build_writers
 from torchtitan_lite.parallel.mesh import Groups
 
 from .optim import UpdateGuard
@@ -252,7 +251,6 @@ def build_metrics(
         total_steps=total_steps,
         resume_step=progress.step,
         config_toml=job.to_toml(),
-        changes_toml=dump_config(config, changes_only=True),
         hparams=job.hparams(),
         records=[record for record, written in records.items() if written],
     )

@@ -1,0 +1,63 @@
+"""What every writer is given: the run that it writes about, its records, and the outcome."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_lite.catalog.run_files import RecordKind
+
+from .figures import CAST_FIGURES, CastErrors, StepRecord
+from .summary import Summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenRun:
+    """What the writers of a rank say of its run, beside the figures."""
+
+    folder: Path
+    """The run folder."""
+    rank: int
+    total_steps: int
+    resume_step: int
+    """The step after which the run goes on; 0: a new run."""
+    config_toml: str
+    hparams: Mapping[str, bool | float | str]
+    """Values by which runs are compared; each run has the same names."""
+    records: Collection[RecordKind]
+    """Those that the run writes."""
+
+
+class Writer:
+    """Base of the writers. Each overrides the methods for what it writes."""
+
+    spare = ""
+    """Name of a writer that a run leaves out, with a warning, once it fails."""
+
+    def write(self, record: StepRecord) -> None:
+        """Write the record of a step; by default the figures that are known."""
+        self.write_scalars(record.step, record.known())
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Write named figures, such as a validation loss, which belongs to no record."""
+
+    def write_numerics(self, step: int, casts: CastErrors) -> None:
+        """Write the errors of a step's casts to float8; by default as NAME/ROLE/KIND, without the
+        layers' indices."""
+        scalars = {
+            f"{name}/{role}/{kind}": value
+            for kind, roles in casts.items()
+            for role, figures in roles.items()
+            for name, value in figures.items()
+            if name in CAST_FIGURES
+        }
+        self.write_scalars(step, scalars)
+
+    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Write texts that the model generated after a step, each with its prompt."""
+
+    def flush(self) -> None:
+        """Put everything written so far on disk."""
+
+    def close(self, summary: Summary | None) -> None:
+        """Write the run's outcome, None if no step was trained, and put everything on disk."""

@@ -1,0 +1,75 @@
+"""The outcome of a run: for the log, and to compare runs by."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .figures import StepRecord, format_mfu
+
+FINAL_STEPS = 20
+"""A final loss is the mean of so many logged steps, the last ones."""
+OUTCOME = ("loss", "validation_loss", "median_tps", "median_mfu")
+"""Figures by which runs are compared: final/NAME on wandb, z_final/NAME in TensorBoard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run's outcome. Medians are over this process's records but the first."""
+
+    last: StepRecord
+    losses: Sequence[float]
+    """Of the last FINAL_STEPS logged steps, also of those before a resume, nat."""
+    validation_loss: float | None
+    """Of the last validation of this process, nat."""
+    tps: float | None
+    """Median tokens per second per device; None if there is only one record."""
+    mfu: float | None
+    """Median percent; None also if a peak is unknown."""
+    times_s: Mapping[str, float]
+    """Seconds that this process spent on training, data, compile, checkpoint, validation."""
+    bubble_pct: float | None = None
+    """Of this process's steps but the first; None without pipelines."""
+
+    @property
+    def final_loss(self) -> float:
+        """Mean of `losses`."""
+        return statistics.fmean(self.losses)
+
+    def outcome(self) -> dict[str, float]:
+        """Return the figures of OUTCOME that are known."""
+        values = (self.final_loss, self.validation_loss, self.tps, self.mfu)
+        figures = dict(zip(OUTCOME, values, strict=True))
+        return {name: value for name, value in figures.items() if value is not None}
+
+
+def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[str]:
+    """Describe how a run went. `unigram_entropy`, nat, is the loss of a model that knows only how
+    often each training token occurs."""
+    last, times_s = summary.last, summary.times_s
+    loss = f"final loss {summary.final_loss:.2f} nat"
+    if unigram_entropy is not None:
+        gain = unigram_entropy - summary.final_loss
+        loss += f", {abs(gain):.2f} {'below' if gain >= 0 else 'above'} the unigram entropy "
+        loss += f"{unigram_entropy:.2f} of the training tokens"
+    lines = [
+        f"{last.step:,} steps, {last.tokens:,} tokens",
+        f"{loss}; mean of the last {len(summary.losses)} logged steps",
+    ]
+    if summary.validation_loss is not None:
+        lines.append(f"validation loss {summary.validation_loss:.2f} nat")
+
+    tps = "n/a" if summary.tps is None else f"{summary.tps:,.0f}"
+    mfu = format_mfu(summary.mfu, approximate=last.approximate_mfu)
+    total_s = sum(times_s.values())
+    shares = [f"{name} {time_s / total_s:.1%}" for name, time_s in times_s.items() if time_s]
+    lines += [
+        f"median tps {tps} per device, median mfu {mfu}, without the first step",
+        f"of {total_s:,.1f}s: {', '.join(shares)}",
+    ]
+
+    if summary.bubble_pct is not None:
+        lines.append(f"pipeline bubble {summary.bubble_pct:.1f}%, without the first step")
+    if last.memory_max_gib is None:
+        return [*lines, f"peak memory {last.memory_gib:.1f}GiB per device"]
+    memory = f"peak memory {last.memory_max_gib:.1f}GiB, on rank {last.memory_max_rank}"
+    return [*lines, memory]
