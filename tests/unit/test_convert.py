@@ -93,12 +93,12 @@ def test_weight_gradients_sum_over_padded_tokens(recipe, padded, summed, monkeyp
 @pytest.mark.parametrize(
     ("keys", "capability", "cuda", "refused"),
     [
-        ({}, (8, 0), (13, 0), r"capability 8\.9 or newer, and H1 has 8\.0; set \[float8\] em"),
+        ({}, (8, 0), (13, 0), r"capability 8\.9 or newer, and H1 has 8\.0; .* emulate = true"),
         ({}, (8, 9), (0,), ""),
-        ({"recipe_name": "mxfp8"}, (9, 0), (13, 0), r"10\.x, and H1 has 9\.0; set .* emulate"),
-        ({"recipe_name": "mxfp8"}, (12, 0), (13, 0), r"10\.x, and H1 has 12\.0; set"),
+        ({"recipe_name": "mxfp8"}, (9, 0), (13, 0), r"10\.x, and H1 has 9\.0; .* emulate"),
+        ({"recipe_name": "mxfp8"}, (12, 0), (13, 0), r"10\.x, and H1 has 12\.0;"),
         ({"recipe_name": "mxfp8"}, (10, 3), (0,), ""),
-        (SCALED, (8, 9), (13, 0), r"in_matmul = true needs .* 9\.x, .*12\.9 .*; set .* = false"),
+        (SCALED, (8, 9), (13, 0), r"in_matmul = true needs .* 9\.x, .*12\.9 .*; change"),
         (SCALED, (10, 0), (13, 0), r"in_matmul = true needs .* 9\.x, "),
         (SCALED, (9, 0), (12, 8), r"in_matmul = true needs .* 9\.x, "),
         (SCALED, (9, 4), (0,), r"in_matmul = true needs .* 9\.x, "),
@@ -116,12 +116,10 @@ def test_gpus_that_a_recipe_runs_on(keys, capability, cuda, refused, monkeypatch
         must_emulate(Float8Config(**keys), device=torch.device("cuda"))
 
 
-@pytest.mark.parametrize(
-    ("device", "emulate", "why"), [("cpu", False, "on CPU all are"), ("cuda", True, "emulate = tr")]
-)
-def test_emulated_matmuls_do_not_scale_gradients(device: str, emulate: bool, why: str) -> None:
+@pytest.mark.parametrize(("device", "emulate"), [("cpu", False), ("cuda", True)])
+def test_emulated_matmuls_do_not_scale_gradients(device: str, emulate: bool) -> None:
     assert must_emulate(Float8Config(emulate=emulate), device=torch.device(device))
-    with pytest.raises(ConfigError, match=f"in_matmul = true has no effect .*, and {why}"):
+    with pytest.raises(ConfigError, match="in_matmul = true has no effect on emulated"):
         must_emulate(Float8Config(**SCALED, emulate=emulate), device=torch.device(device))
 
 

@@ -103,11 +103,11 @@ def test_dimensions_that_are_no_multiple_of_16_are_an_error_with_the_numbers(mod
     lines = str(caught.value).split("\n")
     assert len(lines) == 5  # wk, wv, and with 96 / 4 = 24 also w1, w2, w3
     assert re.search(
-        r"^\[float8\] attention\.wk: out_features 8 \(32 over tensor_parallel_degree 4\).* 16.*: "
-        r'out_features 64 or 128\. Lower.*add "wk" to \[float8\] filter_fqns',
+        r"^\[float8\] attention\.wk: out_features 8 \(32 over tensor_parallel_degree 4\).* 16.*; "
+        r'lower.*add "wk" to \[float8\] filter_fqns',
         lines[0],
     )
-    assert re.search(r"w2: in_features 24 \(96 over .*: in_features 64 or 128", str(caught.value))
+    assert re.search(r"w2: in_features 24 \(96 over ", str(caught.value))
     # What is kept need not fit.
     choices = select(model, "wk", "wv", "feed_forward", tp_degree=4)
     assert len(names(choices)) == 2 * 12
@@ -118,8 +118,7 @@ def test_output_is_converted_where_that_is_asked_for_and_checked_like_any_other(
     assert names(select(model, "wk", tp_degree=2, convert_output=True))[-1] == "output"
     with pytest.raises(
         ConfigError,
-        match=r"output: out_features 24 \(96 over .* 4\).*fit: out_features 64 or 128\. .*or set "
-        r"\[float8\] convert_output = false",
+        match=r"output: out_features 24 \(96 over .* 4\).*or set \[float8\] convert_output = false",
     ):
         select(model, "wv", "feed_forward", "wk", tp_degree=4, convert_output=True)
 
@@ -130,7 +129,7 @@ def test_a_vocabulary_of_any_size_is_kept_in_high_precision(model, vocab_size, t
     kept = ("wk", "wv", "feed_forward") if tp_degree > 2 else ()
     output = select(model, *kept, tp_degree=tp_degree)[-1]
     assert output.local_shape == (-(-vocab_size // tp_degree), 64) and not output.converted
-    with pytest.raises(ConfigError, match=r"output: out_features \d+.*the nearest"):
+    with pytest.raises(ConfigError, match=r"output: out_features \d+"):
         select(model, *kept, tp_degree=tp_degree, convert_output=True)
 
 

@@ -29,34 +29,31 @@ def has_float8_units(device: torch.device) -> bool:
 def must_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     """Return whether to emulate float8 matmuls: always on CPU, on a GPU only if asked to.
 
-    Raises ConfigError on a GPU that lacks the matrix units of the recipe, without `emulate`, and
-    where scale_gradients_in_matmul would have no effect."""
+    Raises ConfigError for a GPU without the matmuls that [float8] asks for."""
     scaled = float8.scale_gradients_in_matmul
     if device.type == "cpu" or float8.emulate:
         if scaled:
             raise ConfigError(
-                "[float8] scale_gradients_in_matmul = true has no effect on emulated matmuls, and "
-                f"{'emulate = true' if float8.emulate else 'on CPU all are'}; set it to false."
+                "[float8] scale_gradients_in_matmul = true has no effect on emulated matmuls, as "
+                "all are on CPU; set it to false."
             )
         return True
 
-    # What a GPU lacks, and what to set without it.
     capability, major = torch.cuda.get_device_capability(device), float8.recipe.capability_major
-    emulated = "[float8] emulate = true to try its numerics slowly, or "
+    key = f'recipe_name = "{float8.recipe_name}"'
     if major is not None and capability[0] != major:
-        key, needs = f'recipe_name = "{float8.recipe_name}"', f"{major}.x"
-        other = f"{emulated}use another recipe"
+        needs = f"{major}.x"
     elif not has_float8_units(device):
-        key, needs = "enable_float8_linear = true", f"{'.'.join(map(str, MIN_CAPABILITY))} or newer"
-        other = f"{emulated}enable_float8_linear = false"
+        needs = f"{'.'.join(map(str, MIN_CAPABILITY))} or newer"
     elif scaled and (capability[0] != 9 or CUDA_VERSION < (12, 9)):
-        key, other = (f"scale_gradients_in_matmul = {value}" for value in ("true", "false"))
+        key = "scale_gradients_in_matmul = true"
         needs = f"9.x, with CUDA 12.9 or newer (this PyTorch has {torch.version.cuda})"
     else:
         return False
     raise ConfigError(
         f"[float8] {key} needs a GPU of compute capability {needs}, and "
-        f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; set {other}."
+        f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; change it, "
+        "set emulate = true to try the numerics slowly, or enable_float8_linear = false."
     )
 
 
@@ -72,7 +69,8 @@ def convert_linears(
 
     Raises ConfigError if the installed torchao does not offer the recipe."""
     chosen = set(converted_names(choices))
-    CONVERSIONS[float8.recipe.kind](model, chosen, float8=float8, emulate=emulate)
+    convert = convert_to_mxfp8 if float8.recipe.kind == "mxfp8" else convert_to_float8
+    convert(model, chosen, float8=float8, emulate=emulate)
 
     converted = {name for name, module in model.named_modules() if is_float8(module)}
     assert converted == chosen, f"converted and chosen differ in {sorted(converted ^ chosen)}"
@@ -100,13 +98,9 @@ def convert_to_float8(
     )
 
 
-CONVERSIONS = {"float8": convert_to_float8, "mxfp8": convert_to_mxfp8}
-"""How linears are swapped, by the kind of the recipe."""
-
-
 def update_scales(model: nn.Module, float8: Float8Config) -> None:
-    """Compute the scales of all weights for the next float8 all-gathers in one all-reduce, if
-    [float8] asks for it. To be called after each change of the weights."""
+    """After a change of the weights, compute the scales of their next float8 all-gathers in one
+    all-reduce, if [float8] asks for it."""
     if float8.enable_float8_linear and float8.precompute_float8_dynamic_scale_for_fsdp:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # slow to import
 

@@ -1,8 +1,5 @@
 """Measure what casts to float8 lose, on the casts of a real training step.
 
-torchao makes all casts of a Float8Linear through one function, which also records during a
-measurement. Each cast carries the config object of its linear, which identifies the linear.
-
 Shapes: L Float8Linears of the model, R roles of the tensors that are cast.
 """
 
@@ -22,11 +19,11 @@ from torchtitan_lite.patches import observe_float8_casts
 
 ROLES = ("input", "weight", "grad_output")
 """The tensors that a linear casts, by the names of torchao's GemmInputRole."""
-Numerics = dict[str, dict[str, dict[str, float]]]  # by kind of linear, role and name of the figure
 FIGURES: dict[str, Any] = {"sqnr_db": min, "amax": max, "underflow": max, "saturation": max}
 """The figures of a cast, and how to find the worst of several."""
-_WRAPPER = re.compile(r"_checkpoint_wrapped_module\.")
-_LAYER = re.compile(r"layers\.(\d+)\.")
+Numerics = dict[str, dict[str, dict[str, float]]]  # by kind of linear, role and name of the figure
+LAYER = re.compile(r"layers\.(\d+)\.")
+CHECKPOINTED = "_checkpoint_wrapped_module."  # in the names of what such a block contains
 
 
 def saturation_limit(dtype: torch.dtype) -> float:
@@ -53,8 +50,8 @@ def measure_cast(tensor: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, T
 
 @contextmanager
 def run_eagerly(model: nn.Module) -> Iterator[None]:
-    """Run the compiled modules of `model` without their compiled code, which is kept. Unlike the
-    compiler's "force_eager", this leaves FlexAttention compiled: eager, it computes all scores."""
+    """Run the compiled modules of `model` eagerly. Their code is kept. Unlike the compiler's
+    "force_eager", this leaves FlexAttention compiled: eager, it computes all scores."""
     compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
     try:
         for module in compiled:
@@ -72,15 +69,13 @@ class NumericsMonitor:
         self, model: nn.Module, linears: Sequence[str], *, freq: int, device: torch.device
     ) -> None:
         """`linears` are the names of all Float8Linears, also those on other ranks of a pipeline."""
-        self._model, self._freq = model, freq
-        rows = {name: row for row, name in enumerate(linears)}
-        own = {_WRAPPER.sub("", n): m for n, m in model.named_modules() if is_float8_linear(m)}
-        self._rows = {id(m.linear_mm_config): rows[name] for name, m in own.items()}
-        assert len(self._rows) == len(own), "each Float8Linear makes a config object of its own"
-        self._kinds: dict[str, dict[int | None, int]] = {}  # rows by the layer's number
-        for row, name in enumerate(linears):
-            layer = _LAYER.match(name)
-            self._kinds.setdefault(_LAYER.sub("", name), {})[int(layer[1]) if layer else None] = row
+        self._model, self._freq, self._linears = model, freq, list(linears)
+        # Each cast carries the config object of its linear, which identifies the linear.
+        self._rows = {
+            id(module.linear_mm_config): self._linears.index(name.replace(CHECKPOINTED, ""))
+            for name, module in model.named_modules()
+            if is_float8_linear(module)
+        }
 
         # FSDP casts weights on its own stream; no other cast adds to the same elements.
         shape = len(linears), len(ROLES)  # [L, R]
@@ -89,12 +84,12 @@ class NumericsMonitor:
 
     def due(self, step: int) -> bool:
         """Return whether to measure in `step`; never if the model has no float8 linear."""
-        return self._freq > 0 and step % self._freq == 0 and bool(self._kinds)
+        return self._freq > 0 and step % self._freq == 0 and bool(self._linears)
 
     @contextmanager
     def observe(self) -> Iterator[None]:
-        """Measure all casts inside the context. Compiled blocks run eagerly meanwhile, because a
-        compiled cast cannot be observed."""
+        """Measure all casts inside the context, in which compiled blocks run eagerly: a compiled
+        cast cannot be observed."""
         self._sums.zero_()
         self._amax.zero_()
         with run_eagerly(self._model), observe_float8_casts(self._add):
@@ -105,8 +100,7 @@ class NumericsMonitor:
         """Record a cast of this rank. Must not use an operator whose result activation
         checkpointing keeps."""
         tensor, cast = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, cast))
-        row = self._rows.get(id(cast._linear_mm_config))
-        assert row is not None, "a cast carries the config object of its linear"
+        row = self._rows[id(cast._linear_mm_config)]
         role = ROLES.index(cast._gemm_input_role.value)
         sums, amax = measure_cast(tensor, cast._data, cast._scale)
         self._sums[row, role] += sums
@@ -114,8 +108,8 @@ class NumericsMonitor:
 
     def figures(self) -> Numerics:
         """Return the figures of the last measurement over all ranks, by kind of linear (its name
-        without the layer), role and figure. Each is the worst of the kind's layers, whose number is
-        added as FIGURE_layer, except for `output`:
+        without the layer), role and figure: the worst of the kind's layers, whose number is added
+        as FIGURE_layer, except for `output`:
 
         - sqnr_db: signal over quantization noise in decibels; inf without noise, -inf if not finite
         - amax: largest magnitude; inf if not finite
@@ -136,21 +130,21 @@ class NumericsMonitor:
         values = torch.stack([sqnr, amax, underflows / count, saturated / count], dim=-1).tolist()
 
         # Find the worst layer of each kind.
-        kinds: Numerics = {kind: {} for kind in self._kinds}
-        for kind, rows in self._kinds.items():
-            for role, name in enumerate(ROLES):
-                layers = {n: values[row][role] for n, row in rows.items() if count[row, role]}
-                if layers:
-                    kinds[kind][name] = _worst(layers)
+        kinds: Numerics = {}
+        for kind in dict.fromkeys(LAYER.sub("", name) for name in self._linears):
+            kinds[kind] = {}
+            rows = [i for i, name in enumerate(self._linears) if LAYER.sub("", name) == kind]
+            for role, role_name in enumerate(ROLES):
+                if seen := [row for row in rows if count[row, role]]:
+                    kinds[kind][role_name] = self._worst({row: values[row][role] for row in seen})
         return kinds
 
-
-def _worst(layers: Mapping[int | None, Sequence[float]]) -> dict[str, float]:
-    """Return the worst of each figure, and its layer. `layers` holds the FIGURES by layer."""
-    worst: dict[str, float] = {}
-    for index, (name, choose) in enumerate(FIGURES.items()):
-        layer = choose(layers, key=lambda layer: layers[layer][index])
-        worst[name] = layers[layer][index]
-        if layer is not None:
-            worst[f"{name}_layer"] = layer
-    return worst
+    def _worst(self, rows: Mapping[int, Sequence[float]]) -> dict[str, float]:
+        """Return the worst of each figure, and its layer. `rows` holds the FIGURES by linear."""
+        worst: dict[str, float] = {}
+        for index, (name, choose) in enumerate(FIGURES.items()):
+            row = choose(rows, key=lambda row: rows[row][index])
+            worst[name] = rows[row][index]
+            if layer := LAYER.match(self._linears[row]):
+                worst[f"{name}_layer"] = int(layer[1])
+        return worst

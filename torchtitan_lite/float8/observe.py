@@ -1,7 +1,7 @@
 """What really ran in a step: its matmuls and gathers, counted as they run, eager or compiled.
 
-The counts are compared with what the config asks for. An option that silently has no effect any
-more, because a name or an operator has changed, is found here and nowhere else.
+An option that silently has no effect any more, because a name or an operator has changed, is found
+here and nowhere else.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ class Asked:
 
 
 class StepObserver(TorchDispatchMode):
-    """Counts this rank's matmuls and gathers while it is entered. Results do not change."""
+    """Counts this rank's matmuls and gathers while it is entered."""
 
     supports_higher_order_operators = True
 
@@ -58,7 +58,7 @@ class StepObserver(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: compiled code is observed as it runs, and its compilation is not."""
+        """Observe compiled code as it runs, but not its compilation."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,14 +90,12 @@ class StepObserver(TorchDispatchMode):
         for line in self.lines(model, asked):
             logger.info(f"step {step} ran: {line}")
         of_ranks = on_all_ranks(lambda: "; ".join(self.mismatches(model, asked)))
-        differing = {rank: found for rank, found in enumerate(of_ranks) if found}
+        differing = [f"rank {rank}: {found}" for rank, found in enumerate(of_ranks) if found]
         if not differing:
             return
-
-        rank, found = next(iter(differing.items()))
         message = (
             f"step {step} ran otherwise than [float8], [parallelism] and [compile] ask for on "
-            f"{len(differing)} of {len(of_ranks)} ranks, on rank {rank}: {found}"
+            f"{len(differing)} of {len(of_ranks)} ranks, on {differing[0]}"
         )
         if deterministic:
             raise NumericError(
@@ -120,7 +118,7 @@ class StepObserver(TorchDispatchMode):
             gathers = _show(self.tp_gathers)
             lines.append(f"gathers of activations: {gathers}{fused}")
         if asked.graphs:
-            lines.append(f"torch.compile: {compiled_graphs()} graphs")
+            lines.append(f"torch.compile: {counters['stats']['unique_graphs']} graphs")
         return lines
 
     def mismatches(self, model: nn.Module, asked: Asked) -> list[str]:
@@ -134,18 +132,13 @@ class StepObserver(TorchDispatchMode):
             "collectives fused with matmuls": (self.fused, asked.fused),
         }
         if asked.graphs:
-            counts["compiled graphs"] = (compiled_graphs(), asked.graphs)
+            counts["compiled graphs"] = (counters["stats"]["unique_graphs"], asked.graphs)
         for what, (seen, least) in counts.items():
             if seen < least:
                 found.append(f"{seen} {what}, and at least {least} were asked for")
             elif seen and not least:
                 found.append(f"{seen} {what}, and none was asked for")
         return found
-
-
-def compiled_graphs() -> int:
-    """Return the number of graphs that torch.compile has made in this process."""
-    return counters["stats"]["unique_graphs"]
 
 
 def _type_name(tensor: torch.Tensor) -> str:

@@ -47,7 +47,7 @@ class LinearChoice:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether the parts of `pattern` occur consecutively in `name`. * is a wildcard."""
+    """Return whether the parts of `pattern`, with the wildcard *, follow each other in `name`."""
     wanted, parts = pattern.split("."), name.split(".")
     starts = range(len(parts) - len(wanted) + 1)
     return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
@@ -63,11 +63,10 @@ def select_linears(
     recipe: Recipe = RECIPES[DEFAULT_RECIPE],
     slower: Callable[[Sequence[LinearChoice]], Mapping[str, str]] | None = None,
 ) -> list[LinearChoice]:
-    """Decide for every nn.Linear whether it trains in float8, in the model's order.
+    """Decide for every nn.Linear of `model`, not yet sharded, whether it trains in float8.
 
-    `model` must not be sharded yet. `tokens` is M; None if it needs no check. With "auto" among the
-    filters, linears that float8 cannot multiply are kept in high precision. So are the kinds that
-    `slower` names: it gets the remaining choices, and returns a reason for each kind.
+    `tokens` is M; None if it needs no check. With "auto" among the filters, linears that float8
+    cannot multiply are kept in high precision, and the kinds for which `slower` returns a reason.
 
     Raises ConfigError for a filter that matches nothing, or that contradicts `convert_output`, and
     for sizes that are no multiple of the recipe's."""
@@ -81,7 +80,7 @@ def select_linears(
         odd = tokens is not None and tokens % multiple
         odd_tokens = f"{TOKENS} = {tokens}" if odd else ""
         for index, choice in enumerate(choices):
-            misfit = odd_tokens or _misfits(choice, multiple, tp_degree)[0]
+            misfit = odd_tokens or _misfits(choice, multiple, tp_degree)
             choices[index] = choice.keep(misfit and f"{misfit}, not a multiple of {multiple}")
         reasons = slower([choice for choice in choices if choice.converted])
         choices = [choice.keep(reasons.get(choice.kind, "")) for choice in choices]
@@ -141,17 +140,16 @@ def _apply_filters(
     return choices, errors
 
 
-def _misfits(choice: LinearChoice, multiple: int, tp_degree: int) -> tuple[str, str]:
-    """Return the sizes that are not a `multiple` on every rank, and the nearest that would be."""
-    sizes, nearest = [], []
+def _misfits(choice: LinearChoice, multiple: int, tp_degree: int) -> str:
+    """Return the sizes that are not a `multiple` on every rank."""
+    sizes = []
     labels = ("out_features", "in_features")
     for label, size, local in zip(labels, choice.shape, choice.local_shape, strict=True):
         ranks = 1 if local == size else tp_degree
         if size % (multiple * ranks):
             split = f" ({size} over tensor_parallel_degree {ranks})" if ranks > 1 else ""
             sizes.append(f"{label} {local}{split}")
-            nearest.append(f"{label} {multiples_near(size, multiple * ranks)}")
-    return " and ".join(sizes), ", ".join(nearest)
+    return " and ".join(sizes)
 
 
 def _size_errors(
@@ -161,17 +159,14 @@ def _size_errors(
     multiple, errors = recipe.size_multiple, []
     converted = [choice for choice in choices if choice.converted]
     for choice in converted:
-        sizes, nearest = _misfits(choice, multiple, tp_degree)
-        if not sizes:
-            continue
         keep = f'add "{choice.kind.rpartition(".")[2]}" to [float8] filter_fqns'
         if choice.kind == OUTPUT:
             keep = "set [float8] convert_output = false"
-        errors.append(
-            f"[float8] {choice.kind}: {sizes} on each rank, not a multiple of {multiple}, which "
-            f"float8 matmuls need; the nearest sizes that fit: {nearest}. Lower [parallelism] "
-            f"tensor_parallel_degree, or {keep}."
-        )
+        if sizes := _misfits(choice, multiple, tp_degree):
+            errors.append(
+                f"[float8] {choice.kind}: {sizes} on each rank, not a multiple of {multiple}, "
+                f"which float8 matmuls need; lower [parallelism] tensor_parallel_degree, or {keep}."
+            )
 
     if converted and tokens is not None and tokens % multiple:
         pad = ", or set [float8] pad_inner_dim = true, which is slower"
@@ -184,7 +179,7 @@ def _size_errors(
 
 
 def format_choices(choices: Sequence[LinearChoice]) -> str:
-    """Format a table with a row for each choice: count, shapes, precision and reason."""
+    """Format a table with a row for each choice."""
     rows = [("linear", "count", "out x in", "per rank", "trained in", "why")]
     for choice in choices:
         shape, local = (f"{out} x {in_}" for out, in_ in (choice.shape, choice.local_shape))
