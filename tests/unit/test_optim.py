@@ -1,6 +1,7 @@
 """The optimizer's update, its moments in few bits, and the steps that have no update."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
 from torchtitan_lite.training import optim
 from torchtitan_lite.training.optim import UpdateGuard, build_optimizer, clip_gradients, step_unless
@@ -177,12 +179,17 @@ ONE, TWO = SimpleNamespace(size=lambda: 1), SimpleNamespace(size=lambda: 2)
 
 
 def guarded(
-    losses: list[float], norms: list[float] | None = None, *, factor: float = 0.0, **before: Any
+    losses: list[float],
+    norms: list[float] | None = None,
+    *,
+    factor: float = 0.0,
+    group: Any = ONE,
+    **before: Any,
 ) -> tuple[UpdateGuard, list[float]]:
     """A guard after steps of such losses and gradient norms, and what it said of each."""
-    before = {"skipped_steps": 3, "consecutive_skips": 0, "loss_mean": None, "group": ONE} | before
+    progress = replace(NEW_RUN, skipped_steps=3, **before)
     training = TrainingConfig(loss_spike_factor=factor)
-    guard = UpdateGuard(training, device=torch.device("cpu"), **before)
+    guard = UpdateGuard(training, progress, device=torch.device("cpu"), group=group)
     pairs = zip(losses, norms or [1.0] * len(losses), strict=True)
     return guard, [guard.found_inf(*map(torch.tensor, pair)).item() for pair in pairs]
 

@@ -1,15 +1,14 @@
 """Initial weights that do not depend on how the model is sharded.
 
-Each value is a pure function of the seed, the parameter's name and the element's global index, so
-that any number of processes in any layout starts from the same weights. The generator is
-counter-based: splitmix64's mixing function (Steele, Lea and Flood, OOPSLA 2014) of key + index. Its
-top 53 bits are a uniform number, which the inverse distribution function maps to a truncated
-normal.
+Each value is a pure function of the seed, the parameter's name and the element's global index. The
+generator is counter-based: splitmix64's mixing function (Steele, Lea and Flood, OOPSLA 2014) of
+key + index. Its top 53 bits are a uniform number, which the inverse distribution function maps to a
+truncated normal.
 """
 
 import hashlib
 import math
-from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,17 +46,16 @@ def truncated_normal(index: Tensor, *, key: int, std: float) -> Tensor:
     return torch.erfinv(uniform.mul_(2 * tail).sub_(tail)).mul_(std * math.sqrt(2)).float()
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor, sharing its storage; all of a tensor without shards."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_part(tensor: Tensor) -> Any:
+    """Return this rank's shard of a tensor, without autograd; all of a tensor without shards."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_offset(param: Tensor) -> list[int]:
     """Return the global index, per dimension, at which this rank's shard of `param` starts.
 
-    Tensor parallelism, the last mesh dimension, splits a weight before FSDP splits each part, both
-    as torch.chunk does. torch's own compute_local_shape_and_global_offset differs from FSDP where
-    parts are uneven (torch 2.13)."""
+    Tensor parallelism, the last mesh dimension, splits a weight before FSDP splits each part. The
+    function of torch 2.13 differs from FSDP where parts are uneven."""
     offset, size = [0] * param.ndim, list(param.shape)
     if not isinstance(param, DTensor):
         return offset
@@ -73,7 +71,7 @@ def local_offset(param: Tensor) -> list[int]:
         offset[dim] += start
         size[dim] = min(chunk, size[dim] - start)
 
-    local_shape = list(param.to_local().shape)
+    local_shape = list(local_part(param).shape)
     assert size == local_shape, f"the shard has shape {local_shape}, not {size}"
     return offset
 
@@ -114,9 +112,6 @@ def init_weights(
     """Fill all parameters of `model`, sharded or not, and its rotary tables in place.
 
     The tables move to `buffer_device` if it is given."""
-    for param in model.parameters():
-        param.fill_(math.nan)  # so that a parameter that is left out is found below
-
     for name, param in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "")
         if param.ndim == 1:
@@ -128,10 +123,6 @@ def init_weights(
 
     device = buffer_device or model.rope_cos.device
     model.rope_cos, model.rope_sin = (table.to(device) for table in rope_table(model.args))
-
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    missed = [name for name, tensor in tensors if not all_finite(tensor)]
-    assert not missed, f"not initialised, or not finite: {', '.join(missed)}"
 
 
 def all_finite(tensor: Tensor) -> bool:

@@ -22,9 +22,9 @@ def apply_fsdp(
     """Shard `model` in place over dp_shard and cp of `mesh`, replicated over dp_replicate.
 
     FSDP gathers the embedding, each block, and the last norm with the output projection as a group
-    each; if the embedding's weight is the output's, it is in the last group, which is gathered
-    before the first block. `reshard_after_forward`: "always" and "never" free all groups, or none,
-    after their forward. "default" keeps the last group, which backward needs first."""
+    each; a tied embedding is in the last group, which is gathered before the first block.
+    `reshard_after_forward`: "always" and "never" free all groups, or none, after their forward.
+    "default" keeps the last group, which backward needs first."""
     # The floating-point inputs of a block are the residual stream, which already has the compute
     # type, and the rotary tables, which stay float32.
     precision = MixedPrecisionPolicy(
@@ -68,12 +68,11 @@ def apply_fsdp(
 
 
 def start_microbatch(model: Transformer, parallelism: ParallelismConfig, *, last: bool) -> None:
-    """Prepare for a microbatch's forward and backward pass.
+    """Prepare for a microbatch's forward and backward pass, the `last` one of its step or not.
 
-    With fsdp_reduce_gradients = "each", it reduces its gradients, whose sums are then sharded and
-    have training.dtype. Else the `last` one of a step reduces the sums of all, which each rank
-    holds whole, in training.mixed_precision_reduce. With fsdp_reshard_after_forward = "never", the
-    weights of the first one serve all, and the last one frees them."""
+    With fsdp_reduce_gradients = "each" it reduces its gradients, whose sums are sharded. Else the
+    last one reduces the sums of all, which each rank holds whole. With fsdp_reshard_after_forward =
+    "never", the weights of the first one serve all, and the last one frees them."""
     if isinstance(model, MixedPrecisionTransformer):
         model.copies.last_microbatch = last
         return

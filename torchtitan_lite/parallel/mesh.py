@@ -30,9 +30,8 @@ class Groups:
     losses: dist.ProcessGroup
     """Ranks whose losses add up: they train on different tokens, or have different stages."""
     replicas: dist.ProcessGroup
-    """Ranks that decide alike on an update, though they exchange neither losses nor norms of
-    gradients: replicas clip their own gradients, and ranks of tensor parallelism compute the loss
-    each."""
+    """Ranks that decide alike on an update, though they exchange neither losses nor norms: replicas
+    clip their own gradients, and ranks of tensor parallelism compute the loss each."""
     dp_rank: int
     """Ranks that differ only in pp, cp or tp share their samples."""
 
@@ -50,17 +49,11 @@ def build_groups(degrees: ParallelDegrees, *, device_type: str) -> Groups:
     )
 
 
-class AllGather:
-    """A gather of `x` from all ranks of `group`, which begins at once."""
-
-    def __init__(self, x: Tensor, group: dist.ProcessGroup) -> None:
-        self._values = [torch.empty_like(x) for _ in range(group.size())]
-        self._work = dist.all_gather(self._values, x, group=group, async_op=True)
-
-    def wait(self) -> Tensor:
-        """Wait for the values of all ranks. Return them stacked, in the order of ranks."""
-        self._work.wait()
-        return torch.stack(self._values)
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return `x` of all ranks of `group`, stacked in the order of ranks."""
+    values = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(values, x, group=group)
+    return torch.stack(values)
 
 
 def set_determinism(debug: DebugConfig) -> None:
@@ -70,4 +63,3 @@ def set_determinism(debug: DebugConfig) -> None:
         # cuBLAS reads the variable at its first call.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False

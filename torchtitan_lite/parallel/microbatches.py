@@ -1,7 +1,6 @@
 """Forward and backward passes of the microbatches of a step."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,17 +13,6 @@ from .fsdp import start_microbatch
 
 Microbatch = tuple[Tensor, Tensor]
 """Tokens and labels [B, S], on the device."""
-
-
-class Microbatches(Protocol):
-    """What the trainer runs: the model on one rank, or its stages on the ranks of a pipeline."""
-
-    def train(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
-        """Run forward and backward of a step's microbatches. Return this rank's part of their loss,
-        summed and scaled, [] float32: 0 on ranks without the last stage."""
-
-    def evaluate(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
-        """Return the same loss without a backward pass, of as many microbatches at most."""
 
 
 class ModelLoss:
@@ -41,8 +29,7 @@ class ModelLoss:
         self, tokens: Tensor, labels: Tensor, hidden: Tensor | None = None, *, scale: float
     ) -> Tensor:
         """Return the cross-entropy of `tokens` and `labels` [B, S], summed over this rank's tokens
-        and scaled, [] float32; without an output, the residual stream. See `Transformer.forward`
-        for `hidden`."""
+        and scaled, [] float32; without an output, the residual stream, as from `hidden`."""
         model, cross_entropy = self.model, self._cross_entropy
         if model.output is None:
             return model(tokens, hidden=hidden)
@@ -64,7 +51,8 @@ class PlainMicrobatches:
         self._loss, self._parallelism = loss, parallelism
 
     def train(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
-        """See `Microbatches`."""
+        """Run forward and backward of a step's microbatches. Return this rank's part of their loss,
+        summed and scaled, [] float32."""
         losses = []
         for number, batch in enumerate(batches, start=1):
             start_microbatch(self._loss.model, self._parallelism, last=number == len(batches))
@@ -75,5 +63,5 @@ class PlainMicrobatches:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
-        """See `Microbatches`."""
+        """Return the loss of microbatches without a backward pass."""
         return torch.stack([self._loss(*batch, scale=scale) for batch in batches]).sum()

@@ -1,13 +1,10 @@
 """Mixed precision on one data-parallel rank, with the numerics of FSDP2 and without its copies.
 
-Under tensor parallelism masters, copies and gradients are DTensors. Operators run on their local
-parts, because dispatching an operator on a DTensor is slow.
-
-The modules hold the master weights between steps, and copies of them in the compute type from a
-step's first forward pass to the end of its last backward pass: in a pipeline, backward passes that
-compute activations again follow each other. A copy is made once a step. The last microbatch
-frees it as soon as its gradient is complete, so that not all copies and all gradients exist at the
-same time.
+Between steps the modules hold the master weights. From a step's first forward pass to the end of
+its last backward pass they hold copies in the compute type, each of which is made once a step, and
+freed by the last microbatch as soon as its gradient is complete: copies and gradients of all
+weights never exist together. Under tensor parallelism masters, copies and gradients are DTensors.
+Operators run on their local parts, because dispatching an operator on a DTensor is slow.
 """
 
 import math
@@ -24,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.base.torchao_types import is_float8_tensor, is_gathered_in_float8
 from torchtitan_lite.config import ParallelismConfig, TrainingConfig, zero_bubble
+from torchtitan_lite.models.init import local_part
 from torchtitan_lite.models.llama3 import Transformer
 
 
@@ -78,7 +76,7 @@ class WeightCopies:
         self._wrappers: dict[nn.Module, Any] = {}
         for module in model.modules():
             for name, weight in module._parameters.items():
-                if weight is not None and is_gathered_in_float8(wrapper := _local(weight)):
+                if weight is not None and is_gathered_in_float8(wrapper := local_part(weight)):
                     self._wrappers[module] = wrapper
                     module._parameters[name] = nn.Parameter(_split_like(weight, wrapper._tensor))
 
@@ -86,8 +84,8 @@ class WeightCopies:
         """Put the copies into the modules, after making those that are missing."""
         self._weights = self._weights or self._find_weights()
         missing = [weight for weight in self._weights if not weight.storage.size()]
-        _fill([weight for weight in missing if not is_float8_tensor(_local(weight.copy))])
-        _cast([weight for weight in missing if is_float8_tensor(_local(weight.copy))])
+        _fill([weight for weight in missing if not is_float8_tensor(local_part(weight.copy))])
+        _cast([weight for weight in missing if is_float8_tensor(local_part(weight.copy))])
         for weight in self._weights:
             weight.put(weight.copy)
 
@@ -125,7 +123,7 @@ class WeightCopies:
 
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-        local = _local(master)
+        local = local_part(master)
         data, scale = torch.empty_like(local, dtype=wrapper._dtype), local.new_empty(())
         config, role = wrapper._linear_mm_config, GemmInputRole.WEIGHT
         float8 = Float8TrainingTensor(data, scale, self._dtype, config, role)
@@ -140,25 +138,22 @@ class WeightCopies:
         master's gradient. The types of the sums are FSDP2's."""
         gradient, copy.grad = copy.grad, None
         assert gradient is not None, "autograd has just accumulated it"
-        if self.last_microbatch:
-            weight.put(weight.master)
-            weight.free()
-
-        # Sums over microbatches, in the reduce type.
-        local = _local(gradient)
+        local = local_part(gradient)
         if weight.gradient is not None:
             weight.gradient += local
         else:
             weight.gradient = local if self.last_microbatch else local.to(self._reduce_dtype)
         if not self.last_microbatch:
             return
+        weight.put(weight.master)
+        weight.free()
 
         # Under tensor parallelism each rank may have the sum over its tokens only.
         master: Any = weight.master
         total, weight.gradient = weight.gradient, None
         if isinstance(gradient, DTensor) and gradient.placements != master.placements:
             parts = _split_like(gradient, total)
-            total = _local(parts.redistribute(placements=master.placements))
+            total = local_part(parts.redistribute(placements=master.placements))
         total = _split_like(master, total.to(self._reduce_dtype).to(master.dtype))
         master.grad = total if master.grad is None else master.grad + total
 
@@ -175,7 +170,7 @@ class _Weight:
     @property
     def storage(self) -> torch.UntypedStorage:
         """The memory of the copy."""
-        local = _local(self.copy)
+        local = local_part(self.copy)
         return (local._data if is_float8_tensor(local) else local).untyped_storage()
 
     def put(self, parameter: nn.Parameter) -> None:
@@ -189,14 +184,8 @@ class _Weight:
             self.storage.resize_(0)
 
 
-def _local(tensor: Tensor) -> Any:
-    """Return this rank's part of `tensor`."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _split_like(tensor: Tensor, local: Tensor) -> Any:
-    """Return a DTensor with the layout of `tensor` and the local part `local`; `local` itself if
-    `tensor` is a plain tensor."""
+    """Return `local` as the local part of a DTensor like `tensor`; as it is, if that is none."""
     if not isinstance(tensor, DTensor):
         return local
     return DTensor(local, tensor._spec, requires_grad=False)
@@ -205,16 +194,16 @@ def _split_like(tensor: Tensor, local: Tensor) -> Any:
 @torch.no_grad()
 def _fill(weights: Sequence[_Weight]) -> None:
     """Copy masters in another type."""
-    copies = [_local(weight.copy) for weight in weights]
+    copies = [local_part(weight.copy) for weight in weights]
     for copy in copies:
         copy.untyped_storage().resize_(copy.nbytes)
     if copies:
-        torch._foreach_copy_(copies, [_local(weight.master) for weight in weights])
+        torch._foreach_copy_(copies, [local_part(weight.master) for weight in weights])
 
 
 @torch.no_grad()
 def _cast(weights: Sequence[_Weight]) -> None:
-    """Copy masters in float8, each scaled by its largest magnitude."""
+    """Copy masters in float8, each scaled by the largest magnitude of all its parts."""
     if not weights:
         return
 
@@ -222,11 +211,9 @@ def _cast(weights: Sequence[_Weight]) -> None:
     from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
     from torchao.float8.float8_utils import amax_to_scale
 
-    masters: list[Tensor] = [_local(weight.master) for weight in weights]
-    copies: list[Any] = [_local(weight.copy) for weight in weights]
+    masters = [local_part(weight.master) for weight in weights]
+    copies = [local_part(weight.copy) for weight in weights]
     dtype = copies[0]._data.dtype
-
-    # A scale covers all parts of a weight.
     largest = torch.stack(torch._foreach_norm(masters, math.inf))
     if isinstance(split := weights[0].master, DTensor):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=split.device_mesh.get_group())

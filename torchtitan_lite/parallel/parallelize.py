@@ -31,12 +31,10 @@ def parallelize(
     training: TrainingConfig,
     flash: bool,
 ) -> None:
-    """Make this rank's `stages` of a model parallel over `mesh`, in place: the model itself without
-    pipeline parallelism. They are on meta and already converted to float8. See
-    `apply_context_parallel` for `flash`."""
+    """Make this rank's `stages` of a model parallel over `mesh`, in place. They are on meta and
+    already converted to float8. `flash`: causal attention runs in the GPU's FlashAttention."""
     if compile.enable:
         set_up_compiler(mesh, activation_checkpoint)
-    # The compiler can overlap the collectives of tensor parallelism with matmuls.
     if parallelism.enable_async_tensor_parallel:
         enable_async_tensor_parallel(mesh["tp"])
 
@@ -50,15 +48,15 @@ def parallelize(
         if mesh["cp"].size() > 1:
             apply_context_parallel(model, mesh["cp"], flash=flash)
 
-        # Activation checkpointing comes before the compiler, which then plans what a block
-        # recomputes, and blocks are compiled before FSDP, so that its gathers stay outside of their
-        # graphs.
+        # Activation checkpointing comes before the compiler, which plans what a block recomputes,
+        # and that before FSDP, so that its gathers stay outside of the graphs.
         apply_activation_checkpointing(model, activation_checkpoint)
         if compile.covers("model"):
             compile_blocks(model)
 
         # FSDP and mixed precision come last. On one data-parallel rank FSDP would only copy.
-        if needs_no_fsdp(training, parallelism, data_ranks=data_ranks(mesh)):
+        data_ranks = mesh.size() // (mesh["pp"].size() * mesh["tp"].size())
+        if needs_no_fsdp(training, parallelism, data_ranks=data_ranks):
             apply_mixed_precision(model, training=training)
         else:
             # A pipeline uses weights again for each microbatch.
@@ -66,11 +64,6 @@ def parallelize(
             if reshard == "default" and mesh["pp"].size() > 1:
                 reshard = "never"
             apply_fsdp(model, mesh, training=training, reshard_after_forward=reshard)
-
-
-def data_ranks(mesh: DeviceMesh) -> int:
-    """Return the number of ranks with other tokens: dp_replicate * dp_shard * cp."""
-    return mesh.size() // (mesh["pp"].size() * mesh["tp"].size())
 
 
 def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpointConfig) -> None:

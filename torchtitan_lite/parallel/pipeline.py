@@ -85,7 +85,7 @@ class _Stage(PipelineStage):
 
 
 class PipelinedMicrobatches:
-    """Microbatches that pass through the stages of all ranks of a pipeline. See `Microbatches`."""
+    """Microbatches that pass through the stages of all ranks of a pipeline."""
 
     def __init__(
         self,
@@ -135,12 +135,13 @@ class PipelinedMicrobatches:
         )
 
     def train(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
-        """See `Microbatches`."""
+        """Run forward and backward of a step's microbatches. Return this rank's part of their loss,
+        summed and scaled, [] float32: 0 without the last stage."""
         return self._run(self._schedule.step, batches, scale=scale)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
-        """See `Microbatches`."""
+        """Return the loss of as many microbatches at most, without a backward pass."""
         # A schedule has a fixed number of microbatches. The others repeat one, without labels.
         tokens, labels = batches[-1]
         spare = [(tokens, torch.full_like(labels, IGNORED))] * (self._number - len(batches))

@@ -21,7 +21,6 @@ from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config import (
     Course,
     MetricsConfig,
-    TrainingConfig,
     check_decay,
     log_odd_schedule,
     read_decisive,
@@ -38,24 +37,6 @@ from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.records import last_losses
 from torchtitan_lite.metrics.stage_times import StageTimes
 from torchtitan_lite.metrics.writers import build_writers
-from torchtitan_lite.parallel.mesh import Groups
-
-from .optim import UpdateGuard
-
-
-def build_guard(
-    training: TrainingConfig, progress: TrainingProgress, groups: Groups, *, device: torch.device
-) -> UpdateGuard:
-    """Build the guard that skips bad updates; its counts continue from `progress`."""
-    return UpdateGuard(
-        training,
-        device=torch.device("cpu") if training.enable_cpu_offload else device,
-        group=groups.replicas,
-        skipped_steps=progress.skipped_steps,
-        consecutive_skips=progress.consecutive_skips,
-        loss_mean=progress.loss_mean,
-    )
-
 
 # ----- Data and checkpoints -----
 

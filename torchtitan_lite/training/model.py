@@ -29,7 +29,7 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer, attention_backend
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
-from torchtitan_lite.parallel.microbatches import Microbatches, ModelLoss, PlainMicrobatches
+from torchtitan_lite.parallel.microbatches import ModelLoss, PlainMicrobatches
 from torchtitan_lite.parallel.parallelize import parallelize
 from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, Timed, cut_stage, join_stages
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
@@ -228,7 +228,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
 
 def build_microbatches(
     job: Job, built: BuiltModel, mesh: DeviceMesh, *, device: torch.device, timed: Timed
-) -> Microbatches:
+) -> PlainMicrobatches | PipelinedMicrobatches:
     """Build what runs forward and backward passes, on this rank alone or through a pipeline."""
     config, degrees = job.config, job.degrees
     cross_entropy = CrossEntropy(

@@ -13,7 +13,9 @@ from torch.nn import Parameter
 
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.torchao_types import is_gathered_in_float8
+from torchtitan_lite.checkpoint.manifest import TrainingProgress
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
+from torchtitan_lite.models.init import local_part
 
 LOSS_MEAN_DECAY = 0.98  # of the running mean: a loss has half its weight after 34 steps
 
@@ -30,23 +32,16 @@ def build_optimizer(
         "weight_decay": optimizer.weight_decay,
     }
 
-    # A step that is skipped is known on the device, or read by the host.
     implementation = optimizer.implementation
     if not optimizer.skips_on_device:
         logger.info(
             f'[optimizer] implementation = "{implementation}" waits for the device in every step '
             'to read whether the gradient is finite; "fused" does not'
         )
-
-    # Moments in bfloat16 are ours, all others torch's.
-    built: torch.optim.Optimizer
     if optimizer.state_dtype == "bfloat16":
-        built = BFloat16AdamW(parameters, **settings)
-    else:
-        fused, foreach = implementation == "fused", implementation == "foreach"
-        built = torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
-    built.defaults["skips_on_device"] = optimizer.skips_on_device
-    return built
+        return BFloat16AdamW(parameters, **settings)
+    fused, foreach = implementation == "fused", implementation == "foreach"
+    return torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
 
 
 # ----- AdamW with moments in bfloat16 -----
@@ -60,6 +55,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     Like torch's fused AdamW, it reads `found_inf` on the device: a step with 1 changes nothing. On
     a GPU the update is compiled, to 2 kernels a parameter."""
+
+    _step_supports_amp_scaling = True  # as GradScaler knows an optimizer that reads `found_inf`
 
     def __init__(self, parameters: Iterable[Parameter], **settings: Any) -> None:
         super().__init__(parameters, settings)
@@ -85,9 +82,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
                     for name in ("exp_avg", "exp_avg_sq"):
                         state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 self._update(
-                    _local(parameter.detach()),
-                    _local(parameter.grad),
-                    {name: _local(tensor) for name, tensor in state.items()},
+                    _own_part(parameter.detach()),
+                    _own_part(parameter.grad),
+                    {name: _own_part(tensor) for name, tensor in state.items()},
                     skip=self.found_inf,
                     lr=lr,
                     betas=group["betas"],
@@ -96,9 +93,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
                 )
 
 
-def _local(tensor: Tensor) -> Tensor:
+def _own_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of `tensor`, without torchao's wrapper for float8 all-gathers."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     return local._tensor if is_gathered_in_float8(local) else local
 
 
@@ -189,7 +186,9 @@ def _norm_on_cpu(gradients: Iterable[Tensor]) -> Tensor:
             whole = [Replicate() if each.is_partial() else each for each in gradient.placements]
             gradient = gradient.redistribute(placements=whole)
             layout = gradient.device_mesh, gradient.placements
-        norms = torch._foreach_norm(_local(gradient).flatten().split(PIECE), dtype=torch.float32)
+        norms = torch._foreach_norm(
+            local_part(gradient).flatten().split(PIECE), dtype=torch.float32
+        )
         by_layout[layout] += torch.stack(norms).double().square().sum()
 
     for (mesh, placements), squares in by_layout.items():
@@ -206,8 +205,8 @@ class UpdateGuard:
     """Decides on the device which steps do not update the parameters, and counts them there.
 
     These are steps whose loss or gradient is not finite and, with a `loss_spike_factor`, those
-    whose loss exceeds that factor times the running mean of the losses before. It continues from
-    the counts and the mean of the steps before. If one rank of `group` skips a step, all do.
+    whose loss exceeds that factor times the running mean of the losses before. If one rank of
+    `group` skips a step, all do.
 
     Its tensors are [] float32 on `device`. `consecutive_skips` counts the steps since the last one
     with an update; `loss_mean` is over the steps that had one, in nat, NaN before the first."""
@@ -215,17 +214,17 @@ class UpdateGuard:
     def __init__(
         self,
         training: TrainingConfig,
+        progress: TrainingProgress,
         *,
         device: torch.device,
         group: dist.ProcessGroup,
-        skipped_steps: int,
-        consecutive_skips: int,
-        loss_mean: float | None,
     ) -> None:
+        """`progress`: the counts and the mean to continue from."""
         self._spike_factor, self._group = training.loss_spike_factor, group
-        self.skipped_steps = torch.tensor(float(skipped_steps), device=device)
-        self.consecutive_skips = torch.tensor(float(consecutive_skips), device=device)
-        self.loss_mean = torch.tensor(math.nan if loss_mean is None else loss_mean, device=device)
+        mean = math.nan if progress.loss_mean is None else progress.loss_mean
+        self.skipped_steps = torch.tensor(float(progress.skipped_steps), device=device)
+        self.consecutive_skips = torch.tensor(float(progress.consecutive_skips), device=device)
+        self.loss_mean = torch.tensor(mean, device=device)
 
     def found_inf(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Return 1 if this step must not update the parameters, else 0.
@@ -248,10 +247,9 @@ class UpdateGuard:
 
 
 def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
-    """Update the parameters unless `found_inf`, [] float32 on their device, is 1.
-
-    `optimizer` reads it on the device if it can, see `OptimizerRow`, else it is read here."""
-    if optimizer.defaults["skips_on_device"]:
+    """Update the parameters unless `found_inf`, [] float32 on their device, is 1. `optimizer` reads
+    it on the device if it can, else it is read here."""
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # set as GradScaler does
         optimizer.step()
     elif not found_inf.item():

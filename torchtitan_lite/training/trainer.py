@@ -6,10 +6,10 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchtitan_lite.base.collectives import agree, on_rank0
 from torchtitan_lite.base.errors import RunError
@@ -26,7 +26,7 @@ from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.metrics.flops import document_squares, document_values
 from torchtitan_lite.metrics.records import has_validation
 from torchtitan_lite.metrics.values import StepValues
-from torchtitan_lite.parallel.mesh import AllGather, build_groups
+from torchtitan_lite.parallel.mesh import all_gather, build_groups
 from torchtitan_lite.run.process_group import set_timeouts
 from torchtitan_lite.run.run_folder import RunFolder
 from torchtitan_lite.run.watchdog import Watchdog
@@ -35,12 +35,11 @@ from .build import (
     build_batches,
     build_checkpointer,
     build_course,
-    build_guard,
     build_metrics,
     check_resume,
 )
 from .model import build_microbatches, build_model
-from .optim import build_optimizer, clip_gradients, step_unless
+from .optim import UpdateGuard, build_optimizer, clip_gradients, step_unless
 from .profiling import Profiler
 from .samples import Samples
 
@@ -91,7 +90,12 @@ class Trainer:
         self.built = build_model(job, self.groups.mesh, device=device)
         self.model = self.built.model
         self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
-        self.guard = build_guard(self.config.training, progress, self.groups, device=device)
+        self.guard = UpdateGuard(
+            self.config.training,
+            progress,
+            device=torch.device("cpu") if self.config.training.enable_cpu_offload else device,
+            group=self.groups.replicas,
+        )
         self.checkpointer = build_checkpointer(
             job, self.model, self.optimizer, mesh=self.groups.mesh, device=device, resume=resume
         )
@@ -210,34 +214,22 @@ class Trainer:
         scale = 1 / (len(batches) * self.job.microbatch_tokens)
         loss = self.microbatches.train(batches, scale=scale)
 
-        # Clip the gradients while ranks exchange losses and lengths of documents.
+        # Exchange losses: [pp, dp * cp], 0 but for the last stage; summed over stages, [dp * cp].
         self.watchdog.at(step, "optimizer")
-        all_losses, all_squares = AllGather(loss, self.groups.losses), None
-        if (bos_id := self.job.model_args.document_bos_id) is not None:
-            part = self.built.shard_sequence
-            count = partial(document_squares, bos_id=bos_id, shard_sequence=part)
-            squares = torch.stack([count(tokens) for tokens, _ in batches])
-            all_squares = AllGather(squares, self.groups.losses)
+        rank_losses = all_gather(loss, self.groups.losses).view(degrees.pp, -1).sum(0)
+        mean_loss = rank_losses.mean()
+        share, imbalance = self.attention_figures(batches)
+
+        # Update, unless the loss or the gradient is not finite, or the loss is a spike.
         grad_norm = clip_gradients(
             self.model.parameters(), training.max_norm, stages=self.groups.stages
         )
-        # [pp, dp * cp], 0 but for the last stage; then summed over stages, [dp * cp].
-        rank_losses = all_losses.wait().view(degrees.pp, -1).sum(0)
-        mean_loss = rank_losses.mean()
-
-        # Update, unless the loss or the gradient is not finite, or the loss is a spike.
         found_inf = self.guard.found_inf(mean_loss.to(grad_norm.device), grad_norm)
         step_unless(self.optimizer, found_inf)
         self.optimizer.zero_grad()
         update_scales(self.model, self.config.float8)
 
         self.tokens += batch_sizes.global_batch_size * training.seq_len
-        share = imbalance = None
-        if all_squares:
-            ranks = degrees.dp * degrees.cp  # the stages of a pipeline have the same documents
-            of_stage = all_squares.wait()[:ranks]
-            whole = batch_sizes.global_batch_size * training.seq_len**2
-            share, imbalance = document_values(of_stage, whole=whole)
         return StepValues(
             tokens=self.tokens,
             loss=mean_loss,
@@ -250,6 +242,20 @@ class Trainer:
             attention_share=share,
             attention_imbalance=imbalance,
         )
+
+    def attention_figures(self, batches: list[Batch]) -> tuple[Tensor | None, Tensor | None]:
+        """Return attention_share and attention_imbalance of a step, None without document masks."""
+        job, bos_id = self.job, self.job.model_args.document_bos_id
+        if bos_id is None:
+            return None, None
+        part = self.built.shard_sequence
+        squares = [
+            document_squares(tokens, bos_id=bos_id, shard_sequence=part) for tokens, _ in batches
+        ]
+        of_ranks = all_gather(torch.stack(squares), self.groups.losses)
+        ranks = job.degrees.dp * job.degrees.cp  # the stages of a pipeline have the same documents
+        whole = job.batch.global_batch_size * self.config.training.seq_len**2
+        return document_values(of_ranks[:ranks], whole=whole)
 
     def next_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Return this rank's next batches, as many as a step has, on its device, once all ranks
