@@ -8,8 +8,8 @@ import torch
 from launching import finish, losses, read_losses, torchrun, train_arguments
 from matrix import PP, TP
 
-from torchtitan_lite.models.generate import Sampling
-from torchtitan_lite.tools.generate import load_generator
+from torchtitan_lite.models.generate import Sampling, continue_prompt
+from torchtitan_lite.tools.generate import load_model
 
 PROMPTS = ["def main(", "import"]
 WORDS = ["--training.steps=3", "--training.mixed_precision_param=float32"]
@@ -39,9 +39,9 @@ def test_the_texts_are_those_of_the_checkpoint_and_move_nothing(
     assert [each["step"] for each in samples] == [2, 2, 3, 3]
     assert [each["prompt"] for each in samples] == PROMPTS * 2
 
-    generator = load_generator(tmp_path / "with", device=torch.device("cpu"), dtype=torch.float32)
-    texts = generator.run(PROMPTS, max_new_tokens=12, sampling=Sampling())
-    assert [each["text"] for each in samples[2:]] == [each.text for each in texts]
+    loaded = load_model(tmp_path / "with", device=torch.device("cpu"), dtype=torch.float32)
+    texts = [continue_prompt(*loaded, prompt, Sampling(12)).text for prompt in PROMPTS]
+    assert [each["text"] for each in samples[2:]] == texts
     assert len({each["text"] for each in samples}) > 1
 
     without = losses(tmp_path / "without", *WORDS, *layout, processes=2)

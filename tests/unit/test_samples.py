@@ -9,10 +9,11 @@ from torchtitan_lite.training import samples
 
 
 def test_samples_with_logits_that_are_no_numbers_do_not_end_a_run(monkeypatch, notices):
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_: Any) -> None:
         raise NumericError("not finite")
 
-    monkeypatch.setattr(samples, "Generator", lambda *_: SimpleNamespace(run=fail))
-    some: Any = SimpleNamespace(_tokenizer=None, _validation=ValidationConfig())
-    assert samples.Samples._generate(some, [None]) == []
+    monkeypatch.setattr(samples, "continue_prompt", fail)
+    validation = ValidationConfig(prompts=("a",))
+    some: Any = SimpleNamespace(_tokenizer=None, _validation=validation, _copy=object())
+    assert samples.Samples._generate(some) == []
     assert "no samples: not finite" in notices.text

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.jsonfile import strict_json
 from torchtitan_lite.config import expand_user
 from torchtitan_lite.config.keys import KEYS, closest
 
@@ -32,6 +33,10 @@ class Parser(argparse.ArgumentParser):
     def add_keys(self) -> None:
         """Accept `--table.key value` of every key of the config."""
         self.takes_keys, self.epilog = True, KEYS_HELP
+
+    def add_json(self) -> None:
+        """Add the option that `print_answer` reads."""
+        self.add_argument("--json", action="store_true", help="print JSON")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse a command line; `overrides` has the words that belong to keys of the config."""
@@ -67,6 +72,11 @@ class Parser(argparse.ArgumentParser):
                 for parser in action.choices.values():
                     words |= parser._known()
         return words
+
+
+def print_answer(args: argparse.Namespace, value: object, text: str) -> None:
+    """Print the answer of a command: with --json its `value`, else `text`."""
+    print(strict_json(value) if args.json else text, flush=True)
 
 
 def path_text(text: str) -> str:

@@ -2,14 +2,16 @@
 
 Weights are read in high precision and computed in bfloat16 or float32, never in float8.
 
-Shapes: B prompts, S tokens of a call, T tokens so far, K key-value heads, Q head_dim, V vocab_size.
+Shapes: S tokens of a call, T tokens so far, H heads, K key-value heads, Q head_dim, D dim,
+V vocab_size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -17,7 +19,7 @@ from torchtitan_lite.base.errors import ConfigError, NumericError
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.data.tokenizer import Tokenizer
 
-from .llama3 import Attention, Transformer, attend, rope_table
+from .llama3 import Attention, Transformer, rope_table
 
 End = Literal["eos", "length", "context"]
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -26,8 +28,9 @@ ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen from the logits. Raises ConfigError for values out of range."""
+    """How tokens are chosen from the logits. Raises ConfigError for values out of range."""
 
+    max_new_tokens: int = 64
     temperature: float = 0.0
     """Divides the logits; 0: the likeliest token always."""
     top_k: int = 0
@@ -39,6 +42,7 @@ class Sampling:
     def __post_init__(self) -> None:
         in_range = 0.001 <= self.temperature <= 100
         for name, rule, holds in (
+            ("max-new-tokens", "1 or more", self.max_new_tokens >= 1),
             ("temperature", "0, or 0.001 to 100", self.temperature == 0 or in_range),
             ("top-k", "0 or more", self.top_k >= 0),
             ("top-p", "above 0, at most 1", 0 < self.top_p <= 1),
@@ -49,9 +53,7 @@ class Sampling:
                 raise ConfigError(f"--{name} {value} must be {rule}")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Choose the next token of each prompt, [B], by its `logits` [B, V]. `generator` is of the
-        CPU, so that a seed chooses alike on all devices. Raises NumericError unless all logits are
-        finite."""
+        """Return a token for each row of `logits` [B, V], int64 [B]. Raises NumericError."""
         if not logits.isfinite().all():
             raise NumericError(
                 "the model's output is not finite: its weights have NaN, or values that overflow; "
@@ -69,21 +71,6 @@ class Sampling:
         return tokens.gather(1, chosen.to(tokens.device)).squeeze(1)
 
 
-class KVCache:
-    """A layer's attention over all tokens so far: takes the place of `Attention.attend`."""
-
-    def __init__(self, args: ModelArgs, *, batch: int, length: int, like: Tensor) -> None:
-        self._k, self._v = like.new_empty(2, batch, args.n_kv_heads, length, args.head_dim)
-        self._length = 0
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Keep `k` and `v` [B, K, S, Q], and attend to all that are kept."""
-        start, self._length = self._length, self._length + k.shape[2]
-        self._k[:, :, start : self._length] = k
-        self._v[:, :, start : self._length] = v
-        return attend(q, self._k[:, :, : self._length], self._v[:, :, : self._length], mask)
-
-
 @dataclass(frozen=True)
 class Sample:
     """A prompt and what the model made of it."""
@@ -92,6 +79,32 @@ class Sample:
     text: str
     tokens: int
     ended_by: End
+
+
+class KVCache:
+    """A layer's attention over all tokens so far: takes the place of `Attention.attend`."""
+
+    def __init__(self) -> None:
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        """Attend with `q` [1, H, S, Q] to `k` and `v` [1, K, S, Q] and to those of earlier calls. S
+        is 1 in all calls but the first."""
+        if self._k is not None and self._v is not None:
+            k, v = torch.cat([self._k, k], dim=2), torch.cat([self._v, v], dim=2)  # [1, K, T, Q]
+        self._k, self._v = k, v
+        causal = q.shape[2] > 1
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def build_empty_model(args: ModelArgs, *, device: torch.device, dtype: torch.dtype) -> Transformer:
+    """Build a model on one device, with weights of any values. Its rotary tables are empty: the
+    context that a file states may be any number."""
+    with torch.device("meta"):
+        model = Transformer(replace(args, document_bos_id=None)).to(dtype).requires_grad_(False)
+    model.rope_cos = model.rope_sin = torch.empty(0)
+    return model.to_empty(device=device)
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, *, context: int) -> list[int]:
@@ -108,111 +121,53 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, *, context: int) -> list[in
     return ids
 
 
-class Generator:
-    """A model on one device, with its tokenizer."""
+def continue_prompt(
+    model: Transformer, tokenizer: Tokenizer, prompt: str, sampling: Sampling
+) -> Sample:
+    """Generate a text that follows a prompt, up to the end of a document or of the context, or to
+    `max_new_tokens`. `model` is from `build_empty_model`, and gets a cache."""
+    context = model.args.max_seq_len
+    ids = encode_prompt(prompt, tokenizer, context=context)
+    count = min(sampling.max_new_tokens, context - len(ids))
+    made: list[int] = []
+    ended_by: End = "length" if count == sampling.max_new_tokens else "context"
+    new_tokens = generate_tokens(
+        model, ids, count=count, vocab_size=tokenizer.vocab_size, sampling=sampling
+    )
+    for token in new_tokens:
+        if token == tokenizer.eos_id:
+            ended_by = "eos"
+            break
+        made.append(token)
 
-    def __init__(self, model: Transformer, tokenizer: Tokenizer) -> None:
-        self._model, self._tokenizer, self._args = model, tokenizer, model.args
-        if tokenizer.vocab_size > model.args.vocab_size:
-            raise ConfigError(
-                f"tokenizer {tokenizer.path} has {tokenizer.vocab_size} ids, more than the model's "
-                f"{model.args.vocab_size}; name the model's own by --tokenizer."
-            )
+    # Some tokenizers drop a space at the start of a text.
+    text = tokenizer.decode([*ids, *made])[len(tokenizer.decode(ids)) :]
+    return Sample(prompt, text, len(made), ended_by)
 
-    def run(
-        self,
-        prompts: Sequence[str],
-        *,
-        max_new_tokens: int,
-        sampling: Sampling,
-        ignore_eos: bool = False,
-        write: Callable[[str], object] | None = None,
-    ) -> list[Sample]:
-        """Continue each of `prompts`, and return them in order. The batch ends where its longest
-        text reaches the context. `write` gets the text of the first one as it comes."""
-        context = self._args.max_seq_len
-        starts = [encode_prompt(prompt, self._tokenizer, context=context) for prompt in prompts]
-        made: list[list[int]] = [[] for _ in starts]
-        room = context - max(map(len, starts))
-        ended: list[End] = ["context" if room < max_new_tokens else "length"] * len(starts)
-        done, printed = [False] * len(starts), ""
 
-        tokens = self._tokens(starts, count=min(room, max_new_tokens), sampling=sampling)
-        for row in tokens:
-            for index, token in enumerate(row):
-                if done[index]:
-                    continue
-                if token == self._tokenizer.eos_id and not ignore_eos:
-                    done[index], ended[index] = True, "eos"
-                else:
-                    made[index].append(token)
-            text = self._text(starts[0], made[0]) if write else ""
-            if write and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # a part of a character
-                write(text[len(printed) :])
-                printed = text
-            if all(done):
-                break
-        texts = list(map(self._text, starts, made))
-        if write:
-            write(texts[0][len(printed) :])
-        return [Sample(*each) for each in zip(prompts, texts, map(len, made), ended, strict=True)]
+@torch.inference_mode()
+def generate_tokens(
+    model: Transformer, ids: list[int], *, count: int, vocab_size: int, sampling: Sampling
+) -> Iterator[int]:
+    """Yield `count` tokens that follow `ids`, each below `vocab_size`."""
+    device = model.tok_embeddings.weight.device
+    tables = rope_table(replace(model.args, max_seq_len=len(ids) + count))
+    cos, sin = (table.to(device) for table in tables)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = KVCache()
 
-    def _text(self, start: list[int], made: list[int]) -> str:
-        """Return the text of the tokens `made` after those of a prompt."""
-        # Some tokenizers drop a space at the start of a text.
-        prompt = self._tokenizer.decode(start)
-        return self._tokenizer.decode([*start, *made])[len(prompt) :]
-
-    @torch.inference_mode()
-    def _tokens(
-        self, starts: list[list[int]], *, count: int, sampling: Sampling
-    ) -> Iterator[list[int]]:
-        """Yield the next token of each prompt, `count` times. Prompts are padded on the left."""
-        model, like = self._model, self._model.tok_embeddings.weight
-        device = like.device
-        longest = max(map(len, starts))
-        padding = torch.tensor([longest - len(start) for start in starts], device=device)
-        rows = [[0] * (longest - len(start)) + start for start in starts]
-        tokens = torch.tensor(rows, device=device)  # [B, S]
-        generator = torch.Generator().manual_seed(sampling.seed)
-
-        size = {"batch": len(starts), "length": longest + count}
-        tables = rope_table(replace(self._args, max_seq_len=longest + count))
-        model.rope_cos, model.rope_sin = (table.to(device) for table in tables)
-        for module in model.modules():
-            if isinstance(module, Attention):
-                module.attend = KVCache(self._args, **size, like=like)
-        for length in range(longest, longest + count):
-            logits = self._logits(tokens, length, padding)[:, : self._tokenizer.vocab_size]
-            chosen = sampling.choose(logits, generator)
-            yield chosen.tolist()
-            tokens = chosen.unsqueeze(1)
-
-    def _logits(self, tokens: Tensor, length: int, padding: Tensor) -> Tensor:
-        """Return the logits [B, V] after `tokens` [B, S], the last S of `length` places. The first
-        `padding` [B] places of each prompt are padding."""
-        model, places = self._model, torch.arange(length, device=tokens.device)  # [T]
-        queries = places[-tokens.shape[1] :]  # [S]
-        positions = (queries - padding[:, None]).clamp(min=0)  # [B, S]
-        # A place of padding attends to itself, as a softmax over nothing is not a number. Flash
-        # attention takes no mask, and whole prompts of one length need none.
-        earlier = (places <= queries[:, None]) & (places >= padding[:, None, None])  # [B, S, T]
-        mask: Tensor | None = (earlier | (places == queries[:, None])).unsqueeze(1)
-        if len(queries) == length and not padding.any():
-            mask = None
-
-        x = model.tok_embeddings(tokens)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    tokens, end = torch.tensor([ids], device=device), 0  # [1, S]
+    for _ in range(count):
+        start, end = end, end + tokens.shape[1]
+        model.rope_cos, model.rope_sin = cos[start:end], sin[start:end]
         with sdpa_kernel(ATTENTION):
-            for layer in model.layers.values():
-                x = layer(x, model.rope_cos[positions], model.rope_sin[positions], mask)
-        logits: Tensor = model.output(model.norm(x[:, -1:]))
-        return logits.squeeze(1)
+            logits = model(tokens, last_logits)  # [1, V]
+        tokens = sampling.choose(logits[:, :vocab_size], generator).unsqueeze(1)
+        yield int(tokens)
 
 
-def build_empty_model(args: ModelArgs, *, device: torch.device, dtype: torch.dtype) -> Transformer:
-    """Build a model on one device, with weights of any values. Its rotary tables are empty: the
-    context that a file states may be any number."""
-    with torch.device("meta"):
-        model = Transformer(args).to(dtype).requires_grad_(False)
-    model.rope_cos = model.rope_sin = torch.empty(0)
-    return model.to_empty(device=device)
+def last_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the logits [B, V] after the last token of `x` [B, S, D]; `weight` is [V, D]."""
+    return F.linear(x[:, -1], weight)

@@ -1,12 +1,11 @@
 """Texts that a run generates at its validations, to read beside the loss."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
@@ -16,7 +15,12 @@ from torchtitan_lite.checkpoint.hf_folder import PREFIX, weight_shapes
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.models.generate import Generator, Sampling, build_empty_model, encode_prompt
+from torchtitan_lite.models.generate import (
+    Sampling,
+    build_empty_model,
+    continue_prompt,
+    encode_prompt,
+)
 from torchtitan_lite.models.llama3 import Transformer
 
 
@@ -40,31 +44,29 @@ class Samples:
         self._tokenizer, self._model = tokenizer, model
         self._stages, self._device = stages, device
         self._dtype = getattr(torch, job.config.training.mixed_precision_param)
+        self._copy: Transformer | None = None  # on rank 0, while it samples
         for prompt in self._validation.prompts:
             encode_prompt(prompt, tokenizer, context=self._args.max_seq_len)
 
     def make(self) -> list[dict[str, Any]]:
         """Return the fields of a sample for each prompt; none if rank 0 has no memory for the copy.
         A collective call."""
-        if not self._validation.prompts:
+        if not self._validation.prompts or not on_rank0(self._allocate):
             return []
-        copies: list[Transformer] = []
-        if not on_rank0(lambda: self._allocate(copies)):
-            return []
-        targets = dict(copies[0].named_parameters()) if copies else {}
-        self._gather(lambda name, weight: targets and targets[name].data.copy_(weight))
-        return on_rank0(lambda: self._generate(copies))
+        self._gather()
+        return on_rank0(self._generate)
 
-    def _allocate(self, copies: list[Transformer]) -> bool:
+    def _allocate(self) -> bool:
         try:
-            copies.append(build_empty_model(self._args, device=self._device, dtype=self._dtype))
+            self._copy = build_empty_model(self._args, device=self._device, dtype=self._dtype)
         except torch.OutOfMemoryError:
             logger.warning("no samples: the memory of rank 0 has no room for a copy of the model")
             return False
         return True
 
-    def _gather(self, take: Callable[[str, Tensor], object]) -> None:
-        """Pass each weight to `take`, whole, on rank 0 and the ranks of its pipeline."""
+    def _gather(self) -> None:
+        """Copy each weight into the copy of rank 0."""
+        targets = dict(self._copy.named_parameters()) if self._copy else {}
         state = model_state(self._model)
         dtype = next(iter(state.values())).dtype
         of_rank0 = dist.get_global_rank(self._stages, 0) == 0
@@ -81,17 +83,18 @@ class Samples:
                     weight = torch.empty(shape, device=self._device, dtype=dtype)
                 weight = weight.to(self._device)
                 dist.broadcast(weight, group=self._stages, group_src=owners[name])
-            if weight is not None:
-                take(name.removeprefix(PREFIX), weight)
+            if weight is not None and targets:
+                targets[name.removeprefix(PREFIX)].data.copy_(weight)
 
-    def _generate(self, copies: list[Transformer]) -> list[dict[str, Any]]:
-        generator = Generator(copies[0], self._tokenizer)
+    def _generate(self) -> list[dict[str, Any]]:
+        model, self._copy = self._copy, None
+        assert model is not None, "rank 0 has allocated it"
+        sampling = Sampling(self._validation.max_new_tokens)
         try:
-            samples = generator.run(
-                self._validation.prompts,
-                max_new_tokens=self._validation.max_new_tokens,
-                sampling=Sampling(),
-            )
+            samples = [
+                continue_prompt(model, self._tokenizer, prompt, sampling)
+                for prompt in self._validation.prompts
+            ]
         except (NumericError, torch.OutOfMemoryError) as error:
             logger.warning(f"no samples: {error}")
             return []
