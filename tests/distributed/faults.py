@@ -11,7 +11,9 @@ from typing import Any
 from launching import ENV, FOLDER, ROOT, launcher, torchrun
 from processes import kill_tree
 
+from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import step_folder
+from torchtitan_lite.checkpoint.manifest import read_manifest
 
 Fault = dict[str, Any]
 
@@ -108,6 +110,14 @@ def step_names(*steps: int) -> list[str]:
 def checkpoint(folder: Path, step: int) -> Path:
     """Return the folder of the checkpoint of a step."""
     return step_folder(folder / "checkpoint", step)
+
+
+def assert_same_state(one: Path, other: Path) -> None:
+    """Check that two checkpoints have the same tensors, bit for bit, and the same progress."""
+    assert compare(one, other) == {}
+    old, new = read_manifest(one), read_manifest(other)
+    assert old.progress == new.progress
+    assert len(old.tensors) == 84
 
 
 def samples(folder: Path) -> dict[int, set[str]]:

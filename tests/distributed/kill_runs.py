@@ -24,6 +24,7 @@ from processes import kill_tree, signal_tree
 
 from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, step_folder, steps_with_manifest
+from torchtitan_lite.checkpoint.manifest import read_manifest
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
 
 LONGEST_S = 4.0
@@ -63,9 +64,10 @@ def kill_runs(
     for path in (killed, whole):
         words = [*command(path), f"--training.steps={last}"]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    comparison = compare(*(step_folder(path / "checkpoint", last) for path in (killed, whole)))
+    ends = [step_folder(path / "checkpoint", last) for path in (killed, whole)]
+    progress = [read_manifest(end).progress for end in ends]
     drafts = list((killed / "checkpoint").glob(f"{DRAFT_PREFIX}*"))
-    return found, not (comparison.values or comparison.tensors or comparison.progress or drafts)
+    return found, progress[0] == progress[1] and not (compare(*ends) or drafts)
 
 
 def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_save: bool) -> Kill:

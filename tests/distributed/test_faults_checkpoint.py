@@ -12,6 +12,7 @@ import torch
 from faults import (
     NOTE,
     Fault,
+    assert_same_state,
     checkpoint,
     checkpoints,
     command,
@@ -31,7 +32,6 @@ from matrix import EVENLY, PP, PRECOMPUTE, STEPS
 from processes import descendants, is_alive
 
 from torchtitan_lite.catalog.flavors import ModelArgs
-from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import step_folder
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.models.hf_llama import hf_config
@@ -55,13 +55,6 @@ def trained(folder: Path, step: int) -> dict[int, tuple[float, ...]]:
     }
     assert list(found) == list(range(1, step + 1))
     return found
-
-
-def assert_same_state(one: Path, other: Path) -> None:
-    """Two checkpoints hold the same tensors, bit for bit, and the same progress."""
-    found = compare(one, other)
-    assert (found.tensors, found.values, found.progress) == ([], [], [])
-    assert found.equal_tensors == 84
 
 
 @pytest.fixture(scope="module")

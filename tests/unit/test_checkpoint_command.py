@@ -1,6 +1,5 @@
 """The command torchtitan-lite checkpoint: ls, verify and diff."""
 
-import json
 import subprocess
 import sys
 
@@ -42,9 +41,6 @@ def test_ls(run, checkpoint):
     lines = printed.splitlines()
     assert (code, [line.split()[0] for line in lines]) == (0, ["step", "10", "20", "30"])
     assert "broken: rank-00000.json: No such file" in lines[3]
-    rows = json.loads(checkpoint("ls", run / "checkpoint", "--json")[1])
-    assert [row["step"] for row in rows] == [10, 20, 30]
-    assert [len(row["problems"]) for row in rows] == [0, 0, 1]
 
 
 def test_ls_does_not_import_torch(run):
@@ -72,8 +68,6 @@ def test_verify(run, checkpoint):
     assert checkpoint("verify", run) == (4, whole)
     quick = f"{first}: sizes are as written\n{second}: sizes are as written\n"
     assert checkpoint("verify", first, second, "--quick") == (0, quick)
-    code, printed = checkpoint("verify", first, second, "--json")
-    assert (code, json.loads(printed)) == (4, {str(first): [], str(second): [changed]})
 
 
 def test_verify_is_interrupted_by_ctrl_c(run, monkeypatch, capsys):
@@ -88,13 +82,11 @@ def test_verify_is_interrupted_by_ctrl_c(run, monkeypatch, capsys):
 
 
 # ----- checkpoint diff -----
-def test_diff(run, checkpoint):
-    old, new = (run / "checkpoint" / f"step-000000{step}" for step in (10, 30))
-    assert checkpoint("diff", old, old) == (0, "3 tensors are equal in every bit\n")
+def test_diff(tmp_path, checkpoint):
+    old, new = (write_checkpoint(tmp_path, step) for step in (10, 20))
+    assert checkpoint("diff", old, old) == (0, "0 tensors differ\n")
     code, printed = checkpoint("diff", old, new)
-    assert code == 1
-    assert "  model.w: 12 of 12 elements differ, by 20 at most\n" in printed
-    values = json.loads(checkpoint("diff", old, new, "--json")[1])["values"]
-    assert values[0] == {"name": "model.w", "elements": 12, "different": 12, "largest": 20.0}
+    assert (code, printed.splitlines()[-1]) == (1, "3 tensors differ")
+    assert "model.w: 12 of 12 elements differ, by 10 at most\n" in printed
     with pytest.raises(CheckpointError, match="a is missing"):
         checkpoint("diff", "a", new)

@@ -155,7 +155,7 @@ def test_load_refuses_another_model_and_a_random_state_of_another_kind(tmp_path)
     path = Run(tmp_path).train_and_save(2)
     found, other = verified(path), Run(tmp_path, width=6)
     before = other.state()
-    message = r"9 tensors differ .*: model\.0\.weight: float32 \[4, 4\] -> float32 \[6, 6\]"
+    message = r"9 tensors differ: model\.0\.weight: float32 \[4, 4\] -> float32 \[6, 6\]"
     with pytest.raises(CheckpointError, match=message):
         other.checkpointer.load(found)
     assert differing(other.state(), before) == []

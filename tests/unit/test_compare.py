@@ -8,25 +8,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_checkpoints import CONFIG, small_tensors, write_checkpoint
+from sample_checkpoints import small_tensors, write_checkpoint
 
 from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.catalog.flavors import FLAVORS
-from torchtitan_lite.checkpoint.compare import (
-    CheckpointDifference,
-    ValueDifference,
-    check_model,
-    check_tensors,
-    compare,
-    config_changes,
-)
-from torchtitan_lite.checkpoint.manifest import (
-    TensorEntry,
-    TrainingProgress,
-    read_manifest,
-    write_manifest,
-)
+from torchtitan_lite.checkpoint.compare import compare
+from torchtitan_lite.checkpoint.manifest import TensorEntry, read_manifest, write_manifest
+from torchtitan_lite.checkpoint.matching import check_model, check_tensors
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
+from torchtitan_lite.config.differences import config_changes
 
 PATH = Path("step-00000010")
 FLOAT, BFLOAT = TensorEntry("float32", (2, 3)), TensorEntry("bfloat16", (2, 3))
@@ -56,15 +46,12 @@ def test_verify_finds_a_table_that_disagrees_with_the_manifest(tmp_path):
     assert verify_checkpoint(path, hashes=False) == [".metadata: model.b is not as in the manifest"]
 
 
-# ----- compare, CheckpointDifference -----
+# ----- compare -----
 
 
 def test_compare_equal_checkpoints(tmp_path):
     tensors = {**small_tensors(10), "model.n": torch.tensor([math.nan, 0.0])}
-    a, b = (write_checkpoint(tmp_path / id, 10, tensors, save_id=id * 32) for id in ("a", "b"))
-    found = compare(a, b)
-    assert found == CheckpointDifference([], [], [], [], [], 4) and found.same
-    assert str(found) == "4 tensors are equal in every bit"
+    assert compare(*(write_checkpoint(tmp_path / id, 10, tensors) for id in ("a", "b"))) == {}
 
 
 def test_compare_finds_every_kind_of_difference(tmp_path):
@@ -82,36 +69,18 @@ def test_compare_finds_every_kind_of_difference(tmp_path):
         "model.values": torch.tensor([[1.0, 2.5], [3.0, 0.0]]),
         "model.zero": torch.tensor([-0.0, 1.0]),
         "model.nan": torch.tensor([math.nan, math.nan], dtype=torch.bfloat16),
+        "model.new": torch.tensor(1),
     }
     del new["model.gone"]
-    progress = TrainingProgress(step=20, samples=160, tokens=10240, data={"seed": 1})
-    config = CONFIG.replace("0.0008", "0.001")
-    a = write_checkpoint(tmp_path, 10, old)
-    b = write_checkpoint(tmp_path, 20, new, model={"dim": 8}, config=config, progress=progress)
-    found = compare(a, b)
-    assert found == CheckpointDifference(
-        progress=["seed: 0 -> 1", "step: 10 -> 20", "samples: 80 -> 160", "tokens: 5120 -> 10240"],
-        config=["[optimizer] lr: 0.0008 -> 0.001"],
-        model=["dim: 4 -> 8"],
-        tensors=[
-            "model.gone: float32 [1] -> missing",
-            "model.shape: float32 [2, 3] -> float32 [3, 2]",
-        ],
-        values=[
-            ValueDifference("model.values", 4, 2, 4.0),
-            ValueDifference("model.zero", 2, 1, 0.0),
-            ValueDifference("model.nan", 2, 1, None),
-        ],
-        equal_tensors=1,
-    )
-    assert not found.same
-    assert str(found).splitlines()[-5:] == [
-        "values:",
-        "  model.values: 2 of 4 elements differ, by 4 at most",
-        "  model.zero: 1 of 2 elements differ, by 0 at most",
-        "  model.nan: 1 of 2 elements differ, by not a number at most",
-        "1 tensors are equal in every bit",
-    ]
+    found = compare(write_checkpoint(tmp_path, 10, old), write_checkpoint(tmp_path, 20, new))
+    assert found == {
+        "model.gone": "float32 [1] -> missing",
+        "model.shape": "float32 [2, 3] -> float32 [3, 2]",
+        "model.values": "2 of 4 elements differ, by 4 at most",
+        "model.zero": "1 of 2 elements differ, by 0 at most",
+        "model.nan": "1 of 2 elements differ, by nan at most",
+        "model.new": "missing -> int64 []",
+    }
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
@@ -145,48 +114,23 @@ def test_check_model_compares_the_keys_that_determine_weights_and_rope():
     check_model(saved, saved | {"max_seq_len": 16, "document_bos_id": 1}, path=PATH)
     del saved["tie_embeddings"]  # as in manifests of version 0.2
     check_model(saved, asdict(FLAVORS["3-8B"]), path=PATH)
-    scaling = r"model: rope_scaling: unset -> .*factor = 8\.0, .*factor = 1\.0 .* 3-8B and 3-70B "
-    with pytest.raises(CheckpointError, match=scaling):
-        check_model(saved, asdict(FLAVORS["8B"]), path=PATH)
     scaled = {"n_kv_heads": 8, "rope_scaling": {"factor": 8.0}}
-    heads = "tie_embeddings: true -> false; n_kv_heads: 8 -> 16. Set [^(]*$"
+    heads = "tie_embeddings: true -> false; n_kv_heads: 8 -> 16. Set "
     with pytest.raises(CheckpointError, match=heads):
         check_model(scaled | {"tie_embeddings": True}, scaled | {"n_kv_heads": 16}, path=PATH)
     with pytest.raises(CheckpointError, match="dim: 4 -> 8. Convert it, or"):
         check_model({"dim": 4}, {"dim": 8}, path=PATH, fix="Convert it")
 
 
-MOMENTS = "optimizer.a.exp_avg"
-
-
-@pytest.mark.parametrize(
-    ("saved", "wanted", "message"),
-    [
-        (
-            {"model.a": FLOAT, "model.b": FLOAT},
-            {"model.a": BFLOAT, "model.c": FLOAT},
-            r"of another model: 3 tensors .*model\.a: float32 \[2, 3\] -> bfloat16 \[2, 3\]; "
-            r"model\.b: float32 \[2, 3\] -> missing; model\.c: missing -> .* \[model\] flavor",
-        ),
-        (
-            {"model.a": FLOAT, MOMENTS: BFLOAT},
-            {"model.a": FLOAT, MOMENTS: FLOAT},
-            r"of another optimizer: 1 tensors .* state_dtype .*exclude_from_loading = \[.optimizer",
-        ),
-        (
-            {"model.a": FLOAT, MOMENTS: FLOAT},
-            {"model.a": BFLOAT, MOMENTS: BFLOAT},
-            r"of another data type: 2 tensors .* \[training\] dtype",
-        ),
-        (
-            {f"model.{number}": FLOAT for number in range(20)},
-            {},
-            r"20 tensors differ.*model\.7: .*; and 12 more",
-        ),
-    ],
-    ids=["model", "optimizer", "data type", "many"],
-)
-def test_check_tensors_refuses(saved, wanted, message):
+def test_check_tensors_names_what_differs():
+    saved = {"model.a": FLOAT, "model.b": FLOAT}
     check_tensors(saved, saved, path=PATH)
-    with pytest.raises(CheckpointError, match=f"step-00000010 is .*{message}"):
-        check_tensors(saved, wanted, path=PATH)
+    message = (
+        r"step-00000010 .* 3 tensors differ: model\.a: float32 \[2, 3\] -> bfloat16 \[2, 3\]; "
+        r"model\.b: float32 \[2, 3\] -> missing; model\.c: missing -> .* \[training\] dtype"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        check_tensors(saved, {"model.a": BFLOAT, "model.c": FLOAT}, path=PATH)
+    many = {f"model.{number}": FLOAT for number in range(20)}
+    with pytest.raises(CheckpointError, match=r"20 tensors differ.*model\.7: .*; and 12 more"):
+        check_tensors(many, {}, path=PATH)

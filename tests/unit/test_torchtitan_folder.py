@@ -144,7 +144,7 @@ def make_pipe(folder: Path) -> None:
     ("damage", "reason"),
     [
         (lambda d: edit_table(d, name_twice), rf"has two tensors model\.{EMBEDDING}"),
-        (lambda d: edit_table(d, make_bytes), "not a table of tensors: AttributeError: .*fields"),
+        (lambda d: edit_table(d, make_bytes), "not a table of tensors: AttributeError: .*size"),
         (make_pipe, r"reads __0_0\.distcp, which is not one of its files"),
         (lambda d: (d / "__0_0.distcp").unlink(), r"reads __0_0\.distcp, which is not one"),
         (lambda d: (d / "__0_0.distcp").write_bytes(b"x"), "beyond the end of __0_0.distcp"),
@@ -185,7 +185,7 @@ def test_no_code_of_the_folder_runs(tmp_path):
 
     # A weight that is no tensor, and code in the table, are refused.
     folder = save_torchtitan(tmp_path / "b", weights | {"norm.weight": Payload(marker)})
-    with pytest.raises(BrokenCheckpoint, match="not a table of tensors: "):
+    with pytest.raises(BrokenCheckpoint, match=r"has a part of norm\.weight without an offset"):
         load(folder, make_model())
     edit_table(folder, lambda table: setattr(table, "planner_data", Payload(marker)))
     with pytest.raises(BrokenCheckpoint, match=r"names posix\.mkdir, which no table"):

@@ -35,7 +35,6 @@ from torchtitan_lite.config.keys import show
 
 from . import folders
 from . import state as states
-from .compare import check_model, check_tensors
 from .hf_folder import load_hf
 from .manifest import (
     CheckpointManifest,
@@ -45,6 +44,7 @@ from .manifest import (
     hash_file,
     write_manifest,
 )
+from .matching import check_model, check_tensors
 from .reading import METADATA, SafeReader, first_failure, open_on_all_ranks
 from .resume import Resume, new_disk_group, verify
 from .torchtitan_folder import load_torchtitan

@@ -31,7 +31,6 @@ from torchtitan_lite.models.hf_llama import hf_config, hf_names, to_hf
 from torchtitan_lite.models.init import all_finite
 
 from .checkpointer import write_tensors
-from .compare import listed
 from .folders import naming, storage_errors
 from .hf_folder import (
     DTYPES,
@@ -44,6 +43,7 @@ from .hf_folder import (
     open_weights,
 )
 from .manifest import CheckpointManifest, TensorEntry, hash_file, write_manifest
+from .matching import listed
 from .reading import SafeReader
 from .state import count_not_finite
 

@@ -23,6 +23,7 @@ from torchtitan_lite.base.jsonfile import read_json_object, regular_size
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.config import check_model_table, show_settings
+from torchtitan_lite.config.differences import changes
 from torchtitan_lite.models.hf_llama import (
     EMBEDDING,
     HEAD,
@@ -34,10 +35,9 @@ from torchtitan_lite.models.hf_llama import (
 from torchtitan_lite.models.init import local_offset, local_part
 from torchtitan_lite.models.llama3 import Transformer
 
-from .compare import changes, check_model, listed
-from .folders import find_problems
 from .manifest import BrokenCheckpoint, TensorEntry
-from .reading import SafeReader
+from .matching import check_model, listed
+from .reading import SafeReader, open_checkpoint
 from .state import entries
 
 PREFIX = "model."
@@ -150,9 +150,7 @@ def open_weights(folder: Path, *, hashes: bool = False) -> tuple[SafeReader, Mod
     """Return the reader and the dimensions of a checkpoint. Compare the sizes of its files with the
     manifest first, or with `hashes` every byte, and the weights with the dimensions. Raises
     BrokenCheckpoint."""
-    if problems := find_problems(folder, hashes=hashes):
-        raise BrokenCheckpoint(listed(problems))
-    reader = SafeReader(folder)
+    reader = open_checkpoint(folder, hashes=hashes)
     model, tensors = reader.manifest.model, reader.manifest.tensors.items()
     weights = {name: entry for name, entry in tensors if name.startswith(PREFIX)}
     try:

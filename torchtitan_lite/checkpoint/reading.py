@@ -1,15 +1,13 @@
 """Read the tensors of a checkpoint without running code from its files.
 
 torch.distributed.checkpoint (DCP) unpickles its table of tensors, `.metadata`, and each entry that
-is not a tensor, and a pickle can run any code. Here the table's unpickler accepts only the names in
-NAMES, and creates inert records instead of objects. DCP's objects are then built from the checked
-numbers in these records. Entries that are not tensors are rejected unread. torch loads the tensors
-with `weights_only=True`.
+is not a tensor, and a pickle can run any code. Here the table's unpickler finds only the names in
+NAMES. Entries that are not tensors are rejected unread, and torch loads the tensors with
+`weights_only=True`.
 
-To find damage, the table is first compared with its hash. To bound memory, every size in the table
-is then compared with the sizes of the files. So memory is at most a multiple of the table's size.
-The time to read a malicious table is not bounded, nor are time and memory to read a malicious file
-of tensors.
+To find damage, the table is first compared with its hash. To bound memory, the tensors and their
+places are compared with the sizes of the files. The time to read a malicious table is not bounded,
+nor are time and memory to read a malicious file of tensors.
 """
 
 import hashlib
@@ -29,8 +27,11 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, M
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -42,71 +43,81 @@ from torchtitan_lite.base.jsonfile import read_regular
 
 from .folders import find_problems
 from .manifest import BrokenCheckpoint, FileEntry, TensorEntry, read_manifest, unreadable
+from .matching import listed
 
 R = TypeVar("R", bound="TableReader")
-
 METADATA = ".metadata"
 MAX_TABLE_BYTES = 1 << 30
 """Largest table that is read. It has 143 bytes per part of a tensor, so up to 7 million parts."""
-MAX_DIMENSIONS = 64
 MEMO_BY_NUMBER = {"PUT", "BINPUT", "LONG_BINPUT"}
 """Opcodes with a number that decides how many memo entries the unpickler allocates. pickle does not
 write them with protocol 4 or later, the default since Python 3.8."""
-_DTYPES = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
-NAMES = {
-    "builtins.getattr",  # Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of it
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",  # Python 3.13
-    "torch.Size",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
-    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
-    "torch.distributed.checkpoint.metadata.Metadata",
-    "torch.distributed.checkpoint.metadata.MetadataIndex",
-    "torch.distributed.checkpoint.metadata.StorageMeta",
-    "torch.distributed.checkpoint.metadata.TensorProperties",
-    "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
-    "torch.serialization._get_layout",
+
+
+class _Filled:
+    """Base of DCP's classes in a table. An unpickled object gets the fields of its class only, and
+    the class is not changed, nor called: it would copy arguments that many calls may share."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __setstate__(self: Any, fields: dict[str, Any]) -> None:
+        if not fields.keys() <= self.__dataclass_fields__.keys():
+            raise ValueError("an object has fields that its class has not")
+        vars(self).update(fields)
+
+
+def _size(lengths: tuple[Any, ...]) -> torch.Size:
+    """Return a shape or an offset. Raises ValueError for anything else."""
+    # Not copied before its length is known, because calls may share a long tuple.
+    if len(lengths) > 64 or not all(type(each) is int and 0 <= each < 2**63 for each in lengths):
+        raise ValueError("a size is not of at most 64 whole numbers")
+    return torch.Size(lengths)
+
+
+FILLED = (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+    _StorageInfo,
+)
+MEMORY_FORMAT = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
+DTYPES = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
+NAMES: dict[str, Any] = {
+    **{f"{each.__module__}.{each.__name__}": type("", (_Filled, each), {}) for each in FILLED},
+    **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
+    "torch.distributed.checkpoint.metadata.TensorProperties": TensorProperties,
+    "torch.Size": _size,
+    MEMORY_FORMAT: lambda number: _MEM_FORMAT_ENCODING(number),
+    # Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr.
+    "builtins.getattr": lambda _, name: _MEM_FORMAT_ENCODING[name],
+    # Nothing reads a tensor's layout, or the path at which the table was saved.
+    "torch.serialization._get_layout": lambda _: None,
+    "pathlib.PosixPath": lambda *_: None,
+    "pathlib._local.PosixPath": lambda *_: None,  # Python 3.13
 }
-"""All names in DCP's pickled tables, except data types."""
-
-
-class _Record:
-    """An inert stand-in for an object in a pickled table: its arguments and fields. Fields that
-    objects share are not copied."""
-
-    args: tuple[Any, ...]
-    fields: Any
-
-    def __new__(cls, *args: Any) -> "_Record":
-        record = super().__new__(cls)
-        record.args = args
-        return record
-
-    def __setstate__(self, fields: Any) -> None:
-        self.fields = fields
+"""All names in DCP's pickled tables, and what the unpickler takes for each."""
 
 
 class _TableUnpickler(pickle.Unpickler):
-    """Unpickler that creates a `_Record` for every object except data types."""
+    """Unpickler that finds only NAMES."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the data type, or `_Record` for a name in NAMES. Raises BrokenCheckpoint."""
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        if f"{module}.{name}" not in NAMES:
-            raise BrokenCheckpoint(f"names {module}.{name}, which no table of tensors does")
-        return _Record
+        """Return what NAMES has for a name. Raises BrokenCheckpoint if it has nothing."""
+        if (full := f"{module}.{name}") not in NAMES:
+            raise BrokenCheckpoint(f"names {full}, which no table of tensors does")
+        return NAMES[full]
 
 
-def _unpickle(content: bytes) -> _Record:
-    """Return the record of a pickled table. Raises any error."""
+def _unpickle(content: bytes) -> Any:
+    """Return a pickled table. Raises any error."""
     # genops also rejects a length beyond the end, which the unpickler would allocate first.
     opcodes = {opcode.name for opcode, _, _ in pickletools.genops(content)}
     if by_number := opcodes & MEMO_BY_NUMBER:
-        opcode = min(by_number)
-        raise BrokenCheckpoint(f"holds the opcode {opcode}, which no table of tensors does")
+        raise BrokenCheckpoint(f"holds the opcode {min(by_number)}, which no table of tensors does")
     return _TableUnpickler(io.BytesIO(content)).load()
 
 
@@ -125,19 +136,21 @@ def read_table(
         content = read_regular(folder / METADATA, max_bytes=MAX_TABLE_BYTES)
         if written and written != FileEntry(len(content), hashlib.sha256(content).hexdigest()):
             raise BrokenCheckpoint("its contents have changed")
+        table = _unpickle(content)
 
-        table = _unpickle(content).fields
-        places = {
-            MetadataIndex(name, _size(key.fields["offset"])): _place(place, sizes)
-            for key, place in table["storage_data"].items()
-            if (name := rename(key.fields["fqn"])) is not None
-        }
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        for index, place in table.storage_data.items():
+            if (name := rename(index.fqn)) is not None:
+                _check_place(index, place, sizes)
+                places[MetadataIndex(name, index.offset)] = place
         tensors: dict[str, Any] = {}
-        for entry, described in table["state_dict_metadata"].items():
-            if (name := rename(entry)) in tensors:
+        for entry, tensor in table.state_dict_metadata.items():
+            if (name := rename(entry)) is None:
+                continue
+            if name in tensors:
                 raise BrokenCheckpoint(f"has two tensors {name}")
-            if name is not None:
-                tensors[name] = _tensor(described)
+            _check_tensor(name, tensor)
+            tensors[name] = tensor
 
         # The tensors must be no larger than the files.
         lengths = (
@@ -159,58 +172,29 @@ def read_table(
         ) from error
 
 
-def _size(record: _Record) -> torch.Size:
-    """Return a record's shape or offsets. Raises ValueError for anything else."""
-    (lengths,) = record.args
-    if len(lengths) > MAX_DIMENSIONS:
-        raise ValueError(f"a tensor has {len(lengths)} dimensions")
-    if not all(type(length) is int and 0 <= length < 2**63 for length in lengths):
-        raise ValueError("the size of a tensor is not of whole numbers")
-    return torch.Size(lengths)
-
-
-def _place(record: _Record, sizes: Mapping[str, int]) -> _StorageInfo:
-    """Return where a part of a tensor is stored. Raises BrokenCheckpoint unless it is within one of
-    the files of these `sizes`, without DCP's transforms."""
-    fields = record.fields
-    name, offset, length = (fields[key] for key in ("relative_path", "offset", "length"))
+def _check_place(index: MetadataIndex, place: _StorageInfo, sizes: Mapping[str, int]) -> None:
+    """Raise BrokenCheckpoint unless a part of a tensor is within one of the files of these `sizes`,
+    without DCP's transforms."""
+    name, offset, length = place.relative_path, place.offset, place.length
     if name not in sizes:
         raise BrokenCheckpoint(f"reads {name}, which is not one of its files")
     valid = all(type(number) is int and number >= 0 for number in (offset, length))
     if not valid or offset + length > sizes[name]:
         raise BrokenCheckpoint(f"reads {length} bytes at {offset}, beyond the end of {name}")
-    if fields.get("transform_descriptors"):
+    if place.transform_descriptors:
         raise BrokenCheckpoint(f"has {name} unpacked, and a save packs nothing")
-    return _StorageInfo(name, offset, length)
+    if type(index.offset) is not torch.Size:
+        raise BrokenCheckpoint(f"has a part of {index.fqn} without an offset")
 
 
-def _tensor(record: _Record) -> TensorStorageMetadata:
-    """Return a tensor's metadata. Raises ValueError unless its parts lie within it, begin at
-    different offsets and together have as many elements."""
-    shape = _size(record.fields["size"])
-    parts = [
-        ChunkStorageMetadata(_size(part.fields["offsets"]), _size(part.fields["sizes"]))
-        for part in record.fields["chunks"]
-    ]
-    for part in parts:
-        inside = len(part.offsets) == len(part.sizes) == len(shape) and all(
-            offset + size <= length
-            for offset, size, length in zip(part.offsets, part.sizes, shape, strict=True)
-        )
-        if not inside:
-            where = f"a part of {list(part.sizes)} at {list(part.offsets)}"
-            raise ValueError(f"{where} is not within a tensor of {list(shape)}")
-
-    begins = [part.offsets for part in parts if math.prod(part.sizes)]
-    if len(set(begins)) < len(begins):
-        raise ValueError(f"{len(begins)} parts of a tensor begin at {len(set(begins))} places")
-    stored, whole = sum(math.prod(part.sizes) for part in parts), math.prod(shape)
-    if stored != whole:
-        raise ValueError(f"it has {stored} of the {whole} elements of a tensor")
-    dtype, *_ = record.fields["properties"].fields
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor has no data type of torch")
-    return TensorStorageMetadata(TensorProperties(dtype), shape, parts)
+def _check_tensor(name: str, tensor: TensorStorageMetadata) -> None:
+    """Raise BrokenCheckpoint unless the parts of a tensor have as many elements as it has."""
+    sizes = [tensor.size, *(part.sizes for part in tensor.chunks)]
+    if not all(type(size) is torch.Size for size in sizes):
+        raise BrokenCheckpoint(f"has {name} with a size of another type")
+    whole, *parts = map(math.prod, sizes)
+    if sum(parts) != whole:
+        raise BrokenCheckpoint(f"has {sum(parts)} of the {whole} elements of {name}")
 
 
 class TableReader(FileSystemReader):
@@ -218,11 +202,10 @@ class TableReader(FileSystemReader):
 
     def __init__(self, folder: Path, table: Metadata) -> None:
         super().__init__(folder)
-        self._table = table
+        self._table, tensors = table, dict[str, Any](table.state_dict_metadata)
         self.tensors = {
             name: TensorEntry(str(each.properties.dtype).removeprefix("torch."), tuple(each.size))
-            for name, each in table.state_dict_metadata.items()
-            if isinstance(each, TensorStorageMetadata)
+            for name, each in tensors.items()
         }
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -251,10 +234,9 @@ class SafeReader(TableReader):
         sizes = {name: entry.size for name, entry in files.items()}
         written = files.get(METADATA, FileEntry(0, ""))
         super().__init__(folder, read_table(folder, sizes, written=written))
-        if differing := sorted(
-            name for name, _ in self.tensors.items() ^ self.manifest.tensors.items()
-        ):
-            raise BrokenCheckpoint(f"{METADATA}: {differing[0]} is not as in the manifest")
+        if differing := self.tensors.items() ^ self.manifest.tensors.items():
+            name = min(name for name, _ in differing)
+            raise BrokenCheckpoint(f"{METADATA}: {name} is not as in the manifest")
 
     def read_whole(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return the named tensors (default: all), unsharded and on the CPU. Raises
@@ -264,7 +246,7 @@ class SafeReader(TableReader):
             if name not in self.manifest.tensors:
                 raise BrokenCheckpoint(f"has no tensor {name}")
             entry = self.manifest.tensors[name]
-            tensors[name] = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+            tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.load(tensors)
         return tensors
 
@@ -289,6 +271,14 @@ def first_failure(error: CheckpointException) -> str:
     """Return the error of the lowest rank that failed in DCP, on one line."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return f"rank {rank}: {type(cause).__name__}: {' '.join(str(cause).split())}"
+
+
+def open_checkpoint(path: Path, *, hashes: bool) -> SafeReader:
+    """Return the reader of a checkpoint after comparing the sizes of its files with the manifest,
+    or with `hashes` every byte. Raises BrokenCheckpoint."""
+    if problems := find_problems(path, hashes=hashes):
+        raise BrokenCheckpoint(listed(problems))
+    return SafeReader(path)
 
 
 def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:

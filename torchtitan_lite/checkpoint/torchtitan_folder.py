@@ -18,9 +18,9 @@ from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.models.init import local_part
 
-from .compare import check_tensors
 from .folders import naming
 from .manifest import TENSORS_SUFFIX
+from .matching import check_tensors
 from .reading import TableReader, open_on_all_ranks, read_table
 from .state import stage_entries
 

@@ -15,8 +15,8 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.run_files import RecordKind
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.checkpoint.compare import check_model, config_changes
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
+from torchtitan_lite.checkpoint.matching import check_model
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config import (
     Course,
@@ -25,6 +25,7 @@ from torchtitan_lite.config import (
     log_odd_schedule,
     read_decisive,
 )
+from torchtitan_lite.config.differences import config_changes
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
