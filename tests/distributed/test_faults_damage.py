@@ -169,7 +169,7 @@ def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_pat
 def store(tmp_path: Path) -> Path:
     """A token store of the text that is trained on."""
     source, store = open_source(str(FOLDER / "text.txt")), tmp_path / "store"
-    make_store(store, source, build_tokenizer(""), workers=1)
+    make_store(store, source, build_tokenizer(""))
     return store
 
 

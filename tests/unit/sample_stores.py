@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from torchtitan_lite.data.store_files import documents_file, tokens_file
 from torchtitan_lite.data.token_store import (
     MANIFEST_FILE,
     START_DTYPES,
@@ -17,6 +16,8 @@ from torchtitan_lite.data.token_store import (
     StoreManifest,
     StoreRecipe,
     TokenStore,
+    documents_file,
+    tokens_file,
     write_manifest,
 )
 

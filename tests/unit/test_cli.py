@@ -62,7 +62,10 @@ def test_the_help_of_train_names_the_variables_and_the_keys():
         ("train --job.config_file llama3_8", "llama3_8: cannot be .* did you mean .llama3_8b."),
         ("train --job.config debug_model", r"\[job\] config = .* did you mean --job.config_file"),
         ("data mak", "invalid choice: 'mak' .*did you mean make"),
-        ("data make a b --worker 2", "unrecognized arguments: --worker 2; did you mean --workers"),
+        (
+            "data make a b --skip-ba 2",
+            "unrecognized arguments: --skip-ba 2; did you mean --skip-bad",
+        ),
         ("compare ~no-user/a", "runs: ~no-user/a: the folder ~no-user is not known; write the"),
         ("data make ~no-user/a b", "source: ~no-user/a: the folder ~no-user is not known"),
         ("train --job.config_file ~no-user/x", "config_file ~no-user/x: the folder ~no-user is"),

@@ -9,9 +9,12 @@ from unittest.mock import Mock
 import pytest
 
 from torchtitan_lite.base.errors import DataError
-from torchtitan_lite.data import sources
-from torchtitan_lite.data.rows import BadRow, Parser, TextRow
-from torchtitan_lite.data.sources import open_source, read_parquet
+from torchtitan_lite.catalog.datasets import NamedDataset
+from torchtitan_lite.data import columns
+from torchtitan_lite.data import rows as row_module
+from torchtitan_lite.data.columns import read_parquet
+from torchtitan_lite.data.rows import Row, Span
+from torchtitan_lite.data.sources import open_source
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -28,8 +31,8 @@ def write(path: Path, values: object, *, column: str = "text", **options: object
     return path
 
 
-def rows(path: Path, *, text_field: str = "text") -> list[TextRow]:
-    return list(read_parquet(path, text_field))
+def rows(path: Path, *, text_field: str = "text") -> list[Row]:
+    return list(read_parquet(Span(path, 0, 0), NamedDataset("", text_field=text_field)))
 
 
 # ----- read_parquet -----
@@ -38,8 +41,8 @@ def rows(path: Path, *, text_field: str = "text") -> list[TextRow]:
 def test_rows_are_numbered_from_1(path):
     write(path, ["one\r\n", "café"], column="body")
     assert rows(path, text_field="body") == [
-        TextRow(str(path), 0, 1, "text", b"one\r\n"),
-        TextRow(str(path), 0, 2, "text", "café".encode()),
+        Row(f"{path}, line 1", "one\r\n"),
+        Row(f"{path}, line 2", "café"),
     ]
 
 
@@ -47,20 +50,16 @@ def test_rows_are_numbered_from_1(path):
 def test_any_kind_of_string_is_text(path, kind):
     arguments = ("int32", "string") if kind == "dictionary" else ()
     write(path, pyarrow.array(["a", "é"]).cast(getattr(pyarrow, kind)(*arguments)))
-    assert [row.data for row in rows(path)] == [b"a", "é".encode()]
+    assert [row.text for row in rows(path)] == ["a", "é"]
 
 
 def test_rows_without_text_are_bad(path, monkeypatch):
-    monkeypatch.setattr(sources, "MAX_ROW_BYTES", 20)
+    monkeypatch.setattr(row_module, "MAX_ROW_BYTES", 20)
     values = [b"a", None, b"", b"x" * 20, b"x" * 21, b"\xff", b"b"]
-    texts, bad = [], []
-    for row in rows(write(path, pyarrow.array(values, "binary"))):
-        try:
-            texts.append(Parser("text")(row))
-        except BadRow as error:
-            bad.append(str(error).removeprefix(f"{path}, line "))
-    assert texts == ["a", "x" * 20, "b"]
-    assert bad == [
+    found = rows(write(path, pyarrow.array(values, "binary")))
+    assert [row.text for row in found if row.text] == ["a", "x" * 20, "b"]
+    bad = [f"{row.place}: {row.problem}" for row in found if row.problem]
+    assert [row.removeprefix(f"{path}, line ") for row in bad] == [
         '2: field "text" holds NoneType, not a string',
         "3: empty text",
         "5: longer than 20 bytes",
@@ -69,9 +68,9 @@ def test_rows_without_text_are_bad(path, monkeypatch):
 
 
 def test_all_row_groups_and_batches_are_read(path, monkeypatch):
-    monkeypatch.setattr(sources, "BATCH_ROWS", 3)
+    monkeypatch.setattr(columns, "BATCH_ROWS", 3)
     write(path, [f"text {i}" for i in range(25)], row_group_size=10)
-    assert [row.data for row in rows(path)] == [b"text %d" % i for i in range(25)]
+    assert [row.text for row in rows(path)] == [f"text {i}" for i in range(25)]
 
 
 def test_column_must_be_there_and_hold_text(path):
@@ -116,7 +115,7 @@ def test_a_missing_library_is_named_with_its_extra(path, monkeypatch, module, ex
         list(open_source(source).documents())
 
 
-# ----- open_source, HF_PREFIX -----
+# ----- open_source, open_hf_dataset -----
 
 
 @pytest.fixture
@@ -131,47 +130,22 @@ def datasets(monkeypatch, tmp_path_factory):
     library.enable_progress_bars()
 
 
-def check_reading(path: str, texts: list[str], *, chunks: int = 1, **options: str) -> None:
+def check_reading(path: str, parts: list[list[str]], **options: str) -> None:
     """The source has these texts, in so many chunks, whose rows are numbered from 1."""
     source = open_source(path, **options)
-    found = [list(chunk()) for chunk in source.chunks()]
-    assert (source.name, len(found)) == (path, chunks)
-    assert [source.parser(row) for rows in found for row in rows] == texts
-    assert list(source.documents()) == texts
-    for number, of_chunk in enumerate(found, start=1):
-        name = path if chunks == 1 else f"{path} part {number}"
-        places = [(name, line) for line in range(1, len(of_chunk) + 1)]
-        assert [(row.file, row.line) for row in of_chunk] == places
+    assert source.name == path
+    assert [list(chunk()) for chunk in source.chunks()] == [
+        [Row(f"{path} part {part}, line {line}", text) for line, text in enumerate(texts, start=1)]
+        for part, texts in enumerate(parts, start=1)
+    ]
 
 
-def test_datasets_are_read_in_pieces(tmp_path, datasets, monkeypatch):
-    texts = [f"text {i}\n" for i in range(7)]
-    monkeypatch.setattr(sources, "CHUNK_BYTES", 30)
-    table = datasets.Dataset.from_dict({"text": texts})
-    table.save_to_disk(tmp_path / "saved")
-    check_reading(f"hf:{tmp_path}/saved", texts, chunks=table.data.nbytes // 30)
-    folder = tmp_path / "files"
-    folder.mkdir()
-    for name, text in (("train-2", "c"), ("train-1", "b"), ("train-0", "a")):
-        (folder / f"{name}.jsonl").write_text(f'{{"text": "{text}"}}\n' * 2)
-    check_reading(f"hf:{folder}", ["a", "a", "b", "b", "c", "c"], chunks=3)
-
-
-def test_saved_dataset(tmp_path, datasets):
-    texts = [f"text {i}\n" for i in range(7)]
-    split = datasets.Dataset.from_dict({"id": range(7), "body": texts})
-    split.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict(train=split, test=split.select([2])).save_to_disk(tmp_path / "two")
-    check_reading(f"hf:{tmp_path}/one", texts, text_field="body")
-    check_reading(f"hf:{tmp_path}/two", texts, text_field="body")
-    check_reading(f"hf:{tmp_path}/two", texts[2:3], text_field="body", hf_split="test")
-
-
-def test_folder_of_data_files(tmp_path, datasets):
-    (tmp_path / "train.jsonl").write_text('{"text": "a", "id": 1}\n{"text": "b", "id": 2}\n')
-    (tmp_path / "test.jsonl").write_text('{"text": "c", "id": 3}\n')
-    check_reading(f"hf:{tmp_path}", ["a", "b"])
-    check_reading(f"hf:{tmp_path}", ["c"], hf_split="test", hf_name="default")
+def test_a_folder_of_data_files_is_read_file_by_file(tmp_path, datasets):
+    for name, text in (("train-2", "c"), ("train-1", "b"), ("train-0", "a"), ("test", "d")):
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"body": "{text}", "id": 1}}\n' * 2)
+    options = {"text_field": "body"}
+    check_reading(f"hf:{tmp_path}", [["a", "a"], ["b", "b"], ["c", "c"]], **options)
+    check_reading(f"hf:{tmp_path}", [["d", "d"]], hf_split="test", hf_name="default", **options)
 
 
 def test_a_copy_of_c4_has_its_splits_and_configurations(tmp_path, datasets):
@@ -187,52 +161,43 @@ def test_a_copy_of_c4_has_its_splits_and_configurations(tmp_path, datasets):
     readme = f"---\nconfigs:\n- config_name: en\n{files}- config_name: other\n{files}---\n"
     (tmp_path / "README.md").write_text(readme)
 
-    check_reading(f"hf:{tmp_path}", ["a", "b"], chunks=2, hf_name="en")
-    check_reading(f"hf:{tmp_path}", ["c"], hf_name="en", hf_split="validation")
+    check_reading(f"hf:{tmp_path}", [["a"], ["b"]], hf_name="en")
+    check_reading(f"hf:{tmp_path}", [["c"]], hf_name="en", hf_split="validation")
     with pytest.raises(DataError, match=r"Config name is missing(.|\n)*\['en', 'other'\]"):
         open_source(f"hf:{tmp_path}")
 
 
-def test_without_a_network_the_way_to_a_copy_is_named(datasets):
-    with pytest.raises(DataError, match=r"^hf:allenai/c4: .*; check the network, .*HF_HOME: hf:F"):
-        open_source("c4")
-
-
-def test_rows_of_a_dataset_without_text_are_bad(tmp_path, datasets):
-    datasets.Dataset.from_dict({"text": ["a", None, ""], "id": [1, 2, 3]}).save_to_disk(tmp_path)
-    for field, reason in (("text", "line 2: .* holds NoneType,"), ("id", "line 1: .* holds int,")):
-        with pytest.raises(DataError, match=f"^hf:{tmp_path}, {reason}"):
-            list(open_source(f"hf:{tmp_path}", text_field=field).documents())
-
-
 def test_a_dataset_that_is_not_there_or_breaks_off_is_refused(tmp_path, datasets):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 3)
+    with pytest.raises(DataError, match="^hf:allenai/c4: cannot be read: "):
+        open_source("c4")
+    (tmp_path / "train.jsonl").write_text('{"text": "a", "id": 1}\n{"text": null, "id": 2}\n' * 3)
     for options in ({"text_field": "body"}, {"hf_split": "test"}, {"hf_name": "english"}):
         with pytest.raises(
             DataError, match=f"^hf:{tmp_path}: (cannot be read: |.* no column .body)"
         ):
             open_source(f"hf:{tmp_path}", **options)
+    for field, reason in (("text", "line 2: .* holds NoneType,"), ("id", "line 1: .* holds int,")):
+        with pytest.raises(DataError, match=f"^hf:{tmp_path} part 1, {reason}"):
+            list(open_source(f"hf:{tmp_path}", text_field=field).documents())
     source = open_source(f"hf:{tmp_path}")
     (tmp_path / "train.jsonl").unlink()
-    with pytest.raises(DataError, match=f"^hf:{tmp_path}: cannot be read: "):
+    with pytest.raises(DataError, match=f"^hf:{tmp_path} part 1: cannot be read: "):
         list(source.documents())
     with pytest.raises(DataError, match="cannot be read: .* doesn't contain any data files"):
         open_source(f"hf:{tmp_path}")
 
 
 def test_fingerprint_of_a_dataset(tmp_path, datasets):
-    split = datasets.Dataset.from_dict({"text": ["a"], "body": ["b"]})
-    datasets.DatasetDict(train=split, test=split).save_to_disk(tmp_path / "saved")
-    split.save_to_disk(tmp_path / "other")
-    file = tmp_path / "files/train.jsonl"
-    file.parent.mkdir()
-    file.write_text('{"text": "a"}\n')
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for split in ("train", "test"):
+            (tmp_path / name / f"{split}.jsonl").write_text('{"text": "a", "body": "b"}\n')
 
     def fingerprint(name: str, **options: str) -> str:
         return open_source(f"hf:{tmp_path}/{name}", **options).fingerprint
 
-    seen = [fingerprint(name) for name in ("saved", "other", "files")]
-    assert [fingerprint(name) for name in ("saved", "other", "files")] == seen
-    seen += [fingerprint("saved", text_field="body"), fingerprint("saved", hf_split="test")]
-    file.write_text('{"text": "ab"}\n')
-    assert len({*seen, fingerprint("files")}) == 6
+    seen = [fingerprint("a"), fingerprint("b")]
+    assert [fingerprint("a"), fingerprint("b")] == seen
+    seen += [fingerprint("a", text_field="body"), fingerprint("a", hf_split="test")]
+    (tmp_path / "a" / "train.jsonl").write_text('{"text": "ab"}\n')
+    assert len({*seen, fingerprint("a")}) == 5

@@ -1,26 +1,79 @@
-"""Rows: the text of a row, and the message for a row that has none."""
+"""Rows of text files: what a row is, whole or compressed, short or long, sound or broken."""
 
-import pickle
-import subprocess
-import sys
+import gzip
+import json
+import re
+import tracemalloc
+from io import BytesIO
+from pathlib import Path
+from random import Random
 
 import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from torchtitan_lite.base.errors import DataError
-from torchtitan_lite.data.rows import BadRow, Parser, TextRow, reading
+from torchtitan_lite.catalog.datasets import NamedDataset
+from torchtitan_lite.data import rows as row_module
+from torchtitan_lite.data.rows import Row, Span, read_jsonl, read_text, reading, split_file
+
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+MARK = b"\xef\xbb\xbf"
+SMALL = {"PART_BYTES": 8, "MAX_ROW_BYTES": 20, "READ_BYTES": 7}
+"""Limits so small that short files meet them."""
+DATASET = NamedDataset("")
 
 
-def row(data: bytes, form: str = "jsonl", *, line: int = 3) -> TextRow:
-    return TextRow("corpus", 0, line, form, data)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("text")
 
 
-# ----- Parser, TextRow -----
+def read(span: Span, dataset: NamedDataset = DATASET) -> list[Row]:
+    reader = read_jsonl if ".jsonl" in span.path.name else read_text
+    return list(reader(span, dataset))
+
+
+def whole_span(path: Path) -> Span:
+    return Span(path, 0, path.stat().st_size)
+
+
+def rows(path: Path, content: bytes, **limits: int) -> list[Row]:
+    """Write a file, compressed as its name says, and read its rows within some limits."""
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(content))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, limit in limits.items():
+            patch.setattr(row_module, name, limit)
+        return read(whole_span(path))
+
+
+def lines_and_texts(path: Path, content: bytes, **limits: int) -> list[tuple[int, str]]:
+    found = rows(path, content, **limits)
+    assert all(row.place.startswith(f"{path}, line ") for row in found)
+    return [(int(row.place.rpartition(" ")[2]), row.text or row.problem) for row in found]
+
+
+def jsonl(*texts: str) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+# ----- read_text, read_jsonl -----
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_text_file_is_a_row_and_so_is_a_line_of_jsonl(folder, ending):
+    path = folder / f"a.txt{ending}"
+    assert rows(path, b"one\r\n\ntwo\n") == [Row(f"{path}, line 1", "one\r\n\ntwo\n")]
+    assert rows(path, b"") == []
+    assert lines_and_texts(path, b" \n") == [(1, " \n")]
+    content = b"\n" + jsonl("a") + b"  \r\n\n" + jsonl("b")[:-1]
+    assert lines_and_texts(folder / f"a.jsonl{ending}", content) == [(2, "a"), (5, "b")]
 
 
 @pytest.mark.parametrize(
     ("data", "text"),
     [
-        (b'{"text": "a"}', "a"),
         (b' \t{"id": 7, "text": "a\\nb"} \r\n', "a\nb"),
         (b'{"text": " "}', " "),
         (b'{"text": "\\u0000\\ud83d\\ude00"}', "\0\N{GRINNING FACE}"),
@@ -29,20 +82,18 @@ def row(data: bytes, form: str = "jsonl", *, line: int = 3) -> TextRow:
         (b'{"text": 1, "text": "the last counts"}', "the last counts"),
     ],
 )
-def test_text_of_a_jsonl_row(data, text):
-    assert Parser("text")(row(data)) == text
+def test_text_of_a_jsonl_row(folder, data, text):
+    assert lines_and_texts(folder / "a.jsonl", data) == [(1, text)]
 
 
-def test_text_of_a_parser_with_options():
-    text = '\tcafé\r\n{"text": 1}\n'
-    assert Parser("text")(row(text.encode(), "text")) == text
-    assert Parser("body")(row(b'{"body": "x", "text": 1}')) == "x"
-    parser = Parser("text", decode_errors="ignore")
-    assert parser(row(b"caf\xe9s", "text")) == "cafs"
-    assert pickle.loads(pickle.dumps(parser)) == parser
+def test_options_of_a_dataset(folder):
+    path = folder / "a.jsonl"
+    rows(path, b'{"body": "x", "text": 1}')
+    assert read(whole_span(path), NamedDataset("", text_field="body"))[0].text == "x"
+    rows(folder / "a.py", b"caf\xe9s")
+    (row,) = read(whole_span(folder / "a.py"), NamedDataset("", skip_invalid_utf8=True))
+    assert row.text == "cafs"
 
-
-# ----- BadRow -----
 
 BAD = {
     b'{"text": "a"': "not JSON: .* delimiter at character 13",
@@ -63,37 +114,177 @@ BAD = {
 
 
 @pytest.mark.parametrize("data", BAD, ids=[data[:20].decode(errors="replace") for data in BAD])
-def test_bad_row(data):
-    with pytest.raises(BadRow, match=f"^corpus, line 3: {BAD[data]}"):
-        Parser("text")(row(data))
+def test_bad_row(folder, data):
+    (row,) = rows(folder / "bad.jsonl", b"\n\n" + data)
+    assert row.place == f"{folder}/bad.jsonl, line 3" and row.text == ""
+    assert re.match(BAD[data], row.problem)
 
 
-def test_bad_row_names_the_line_and_the_fields_in_short():
+def test_bad_row_names_the_fields_in_short(folder):
     data = b'{"a": 1' + b"".join(b', "field %d": 1' % i for i in range(1000)) + b"}"
-    with pytest.raises(BadRow, match="no field \"text\" among \\['a', 'field 0', ") as error:
-        Parser("text")(row(data))
-    assert len(str(error.value)) < 200
-    with pytest.raises(BadRow, match="^corpus, line 12: not UTF-8: byte 0xe9, unexpected end"):
-        Parser("text")(row(b"one\ntwo\nthr\xe9", "text", line=10))
+    (row,) = rows(folder / "bad.jsonl", data)
+    assert row.problem.startswith("no field \"text\" among ['a', 'field 0', ")
+    assert len(row.problem) < 200
 
 
-@pytest.mark.parametrize("form", ["text", "jsonl"])
-def test_bad_row_has_the_problem_of_the_reader_and_its_line_in_the_file(tmp_path, form):
-    path = tmp_path / "corpus"
-    path.write_bytes(b"1\n2\n\n4\n5\n")
-    with pytest.raises(BadRow) as error:
-        Parser("text")(TextRow(str(path), 5, 2, form, b"", "too long"))
-    assert str(error.value) == f"{path}, line 5: too long"
-    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+@pytest.mark.parametrize(("name", "content", "expected"), [
+    ("a.txt", MARK, []),
+    ("a.jsonl", MARK + b"\n", []),
+    ("a.txt", MARK + b"a2345\n" + b"b", [(1, "a2345\n"), (2, "b")]),
+    ("a.jsonl", MARK + jsonl("a") + MARK + jsonl("b"), [(1, "a"), (2, "b")]),
+])  # fmt: skip
+def test_byte_order_marks_are_left_out(folder, name, content, expected):
+    assert lines_and_texts(folder / name, content, **SMALL) == expected
 
 
-# ----- rows.py in worker processes -----
-def test_workers_import_little():
-    code = (
-        "import sys, torchtitan_lite.data.rows, torchtitan_lite.data.sources\n"
-        "print({'torch', 'numpy', 'pyarrow', 'datasets', 'zstandard'} & sys.modules.keys())"
-    )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
+@given(st.lists(st.text("ab\r\x85\u2028\x0b\x1c", max_size=12)), st.integers(1, 20))
+@settings(max_examples=300, deadline=None)
+def test_a_long_text_is_cut_at_the_first_line_feed_past_part_bytes(folder, lines, part_bytes):
+    content, parts, part = "\n".join(lines).encode(), [], b""
+    for line in BytesIO(content):  # a reference that goes line by line
+        part += line
+        if len(part) > part_bytes:
+            parts.append(part)
+            part = b""
+    parts += [part] if part else []
+    before = [b"".join(parts[:i]) for i in range(len(parts))]
+    expected = [
+        (1 + text.count(b"\n"), part.decode()) for text, part in zip(before, parts, strict=True)
+    ]
+    assert lines_and_texts(folder / "parts.rst", content, PART_BYTES=part_bytes) == expected
+
+
+LONG, PROBLEM = b"x" * 20, "longer than 20 bytes"
+ROW = jsonl("1234567")  # of 20 bytes
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize(("kind", "content", "expected"), [
+    (".jsonl", ROW + ROW, [(1, "1234567"), (2, "1234567")]),
+    (".jsonl", LONG + b"\n" + ROW, [(1, PROBLEM), (2, "1234567")]),
+    (".jsonl", ROW + LONG * 9 + b"\n\n" + ROW, [(1, "1234567"), (2, PROBLEM), (4, "1234567")]),
+    (".jsonl", ROW + LONG * 9, [(1, "1234567"), (2, PROBLEM)]),
+    (".md", b"1\n2\n" + b"x" * 15 + b"\n4", [(1, "1\n2\n" + "x" * 15 + "\n"), (4, "4")]),
+    (".md", b"1\n2\n" + LONG * 9 + b"\n4", [(1, "1\n2\n"), (3, PROBLEM), (4, "4")]),
+    (".md", LONG + b"\n2", [(1, PROBLEM), (2, "2")]),
+])  # fmt: skip
+def test_a_row_that_is_too_long_is_passed_over(folder, ending, kind, content, expected):
+    assert lines_and_texts(folder / f"long{kind}{ending}", content, **SMALL) == expected
+
+
+@pytest.mark.parametrize("name", ["long.txt", "long.jsonl", "long.txt.gz", "long.jsonl.zst"])
+def test_a_row_that_is_too_long_is_not_held_in_memory(folder, monkeypatch, name):
+    monkeypatch.setattr(row_module, "PART_BYTES", 2**16)
+    monkeypatch.setattr(row_module, "MAX_ROW_BYTES", 2**17)
+    path = folder / name
+    content = Random(0).randbytes(2**23).hex().encode() + b"\n" + ROW
+    path.write_bytes(COMPRESS.get(path.suffix, bytes)(content))
+    tracemalloc.start()
+    found = [row.place.rpartition(" ")[2] for row in read(whole_span(path))]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == ["1", "2"]
+    assert peak < 2**23  # half the row
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_compressed_files_can_be_joined_but_not_cut_off(folder, ending):
+    compress, path = COMPRESS[ending], folder / f"a.jsonl{ending}"
+    content = jsonl("a", "b")
+    path.write_bytes(compress(content[:9]) + compress(b"") + compress(content[9:]))
+    assert [row.text for row in read(whole_span(path))] == ["a", "b"]
+
+    texts = [f"{i**5}" for i in range(300)]
+    whole = compress(jsonl(*texts))
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        found = []
+        with pytest.raises(DataError, match=rf"a\.jsonl{ending}: cannot be read: "):
+            found.extend(row.text for row in read_jsonl(whole_span(path), DATASET))
+        assert found == texts[: len(found)]
+
+
+BROKEN = (b"no such format", b"\x1f\x8b\x08\0\0\0\0\0\0\0\xff\xff\xff", b"\x28\xb5\x2f\xfd\xff")
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.parametrize("content", BROKEN)
+def test_a_compressed_file_that_is_broken_is_refused(folder, ending, content):
+    path = folder / f"broken.txt{ending}"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"broken\.txt{ending}: cannot be read: \S+"):
+        read(whole_span(path))
+
+
+# ----- split_file, Span -----
+
+PIECES = (b"", b"1", b"  ", b"{22}", b"333\r", b"x" * 19, b"x" * 20, b"x" * 50, ROW[:-1])
+
+
+@pytest.mark.parametrize("name", ["on.txt", "on.jsonl"])
+@given(st.lists(st.sampled_from(PIECES)), st.integers(1, 60))
+@settings(max_examples=100, deadline=None)
+def test_spans_have_the_rows_of_the_whole_file(folder, name, lines, span_bytes):
+    path, content = folder / name, b"\n".join(lines)
+    found = rows(path, content, **SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        for limit, value in SMALL.items():
+            patch.setattr(row_module, limit, value)
+        spans = split_file(path, span_bytes)
+        parts = [(span, row) for span in spans for row in read(span)]
+    assert [row[1:] for _, row in parts] == [row[1:] for row in found]
+    for (span, row), expected in zip(parts, found, strict=True):
+        if span.begin:
+            place, _, begin = row.place.removesuffix(" on").partition(" from byte ")
+            before = content[: int(begin)].count(b"\n")
+            line = int(place.rpartition(" ")[2]) + before
+            assert expected.place == f"{path}, line {line}"
+        else:
+            assert row.place == expected.place
+    assert [span.begin for span in spans[1:]] == [span.end for span in spans[:-1]]
+    assert all(span.end - span.begin >= span_bytes for span in spans[:-1])
+
+
+# ----- read_jsonl -----
+
+TEXTS = st.text(min_size=1, max_size=20)
+PRETTY = TEXTS.map(lambda text: json.dumps({"text": text}).encode())
+PLAIN = TEXTS.map(lambda text: json.dumps({"id": 1, "text": text}, ensure_ascii=False).encode())
+BEFORE, AFTER = st.sampled_from([b"", b" \t", MARK]), st.sampled_from([b"", b"\r", b"  \r"])
+GOOD = st.tuples(BEFORE, PRETTY | PLAIN, AFTER).map(b"".join)
+NO_OBJECT = st.binary(min_size=1, max_size=40).map(lambda data: b"\x01" + data.replace(b"\n", b""))
+CUT_OFF = st.tuples(PRETTY, st.floats(0, 1)).map(
+    lambda cut: cut[0][: 1 + int(cut[1] * (len(cut[0]) - 2))]
+)
+NO_TEXT = st.sampled_from([
+    b'{"text": 1}', b'{"text": ' + b"9" * 3000 + b"}", b'{"text": ""}', b'{"text": "\\udc00"}',
+    b'{"text": "\xed\xa0\x80"}', b'{"text": "a\0"}', b'{"text": "a\rb"}', b'{"text": "\xff"}',
+    b'{"Text": "a"}', b'"text"', b"[" * 2000, b'{"text":' * 400, MARK + MARK + b"{}", b"\0",
+    b'{"text": "' + b"a" * 5000 + b'"}',
+])  # fmt: skip
+LINES = st.one_of(
+    GOOD.map(lambda line: ("good", line)),
+    st.one_of(NO_OBJECT, CUT_OFF, NO_TEXT).map(lambda line: ("bad", line)),
+    st.sampled_from([b"", b"\r", b" \t\r"]).map(lambda line: ("blank", line)),
+)
+
+
+@given(
+    st.lists(LINES, min_size=20, max_size=80),
+    st.sampled_from(["f.jsonl", "f.jsonl.gz", "f.jsonl.zst"]),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_malformed_rows_are_named_and_good_ones_are_read(folder, lines, name, ended):
+    content = b"\n".join(line for _, line in lines) + b"\n" * ended
+    path = folder / name
+    found = rows(path, content, MAX_ROW_BYTES=4096, PART_BYTES=2048)
+    numbered = [(f"{path}, line {i}", *line) for i, line in enumerate(lines, start=1)]
+    bad = [place for place, kind, _ in numbered if kind == "bad"]
+    assert [row.place for row in found if row.problem] == bad
+    good = [(place, line.decode("utf-8-sig")) for place, kind, line in numbered if kind == "good"]
+    expected = [(place, json.loads(line)["text"], "") for place, line in good]
+    assert [row for row in found if not row.problem] == expected
 
 
 # ----- reading -----

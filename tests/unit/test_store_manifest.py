@@ -9,7 +9,7 @@ from sample_stores import OLD_RECIPE, RECIPE, write_store
 
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.base.jsonfile import write_hashed_json
-from torchtitan_lite.data.token_store import DamagedStoreError, read_manifest, wrong_sizes
+from torchtitan_lite.data.token_store import read_manifest, wrong_sizes
 
 DOCUMENTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34, 35], []]
 
@@ -54,10 +54,10 @@ def test_both_formats_are_read_and_names_are_no_difference(store, old_store):
 @pytest.mark.parametrize("found", [1, 4])
 def test_other_formats_are_refused_but_not_taken_for_damage(store, found):
     change(store, recipe=vars(RECIPE) | {"format": found})
-    message = f"its format is {found}, this version reads 2 and 3"
+    message = f"its format is {found}, this version reads 2 and 3; .*: torchtitan-lite data make$"
     with pytest.raises(DataError, match=message) as caught:
         read_manifest(store)
-    assert not isinstance(caught.value, DamagedStoreError)
+    assert "damaged" not in str(caught.value)
 
 
 def recipe(base=RECIPE, **fields):
@@ -74,13 +74,11 @@ def recipe(base=RECIPE, **fields):
         ({"recipe": None}, "recipe: .*object"),
         (recipe(OLD_RECIPE, shard_tokens=-1), r"recipe\.shard_tokens: .*greater than or equal"),
         (recipe(OLD_RECIPE, shard_tokens="x"), r"recipe\.shard_tokens: .*valid integer"),
-        (recipe(vocab_size=2**16 + 1), "its tokenizer has 65537 ids, more than type '<u2'"),
-        (recipe(vocab_size=10**12, dtype="<u4"), "its tokenizer has 10{12} ids, more than"),
+        (recipe(vocab_size=2**16 + 1), "its highest id is 35, of 65537 ids in type '<u2'"),
+        (recipe(vocab_size=10**12, dtype="<u4"), "its highest id is 35, of 10{12} ids in"),
         ({"max_token_id": -1}, "max_token_id: .*greater than or equal to 0"),
         ({"documents": True}, "documents: .*valid integer"),
-        ({"documents": 5}, "its shards have 18 tokens and 4 documents, not 18 and 5"),
-        ({"max_token_id": 1000}, "its highest id is 1000, and its tokenizer has 1000 ids"),
-        ({"tokens": 2**62}, "have 18 tokens and 4 documents, not 4611686018427387904 and 4"),
+        ({"max_token_id": 1000}, "its highest id is 1000, of 1000 ids"),
         ({"tokens": 10**40}, "tokens: Input should be"),
         ({"tokens": 10**400}, "holds a number of more than 100 digits"),
     ],
@@ -100,15 +98,14 @@ def test_what_is_no_manifest_is_damage(store, text, message):
     (store / "manifest.json").unlink()
     if text is not None:
         (store / "manifest.json").write_text(text)
-    with pytest.raises(DamagedStoreError, match=f"is damaged: manifest.json: {message}"):
+    with pytest.raises(DataError, match=f"is damaged: manifest.json: {message}"):
         read_manifest(store)
 
 
 def test_a_missing_folder_is_missing_and_not_damaged(tmp_path):
     message = f"^token store {tmp_path}/none is missing; name the folder of a store$"
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message):
         read_manifest(tmp_path / "none")
-    assert not isinstance(caught.value, DamagedStoreError)
 
 
 # ----- wrong_sizes -----

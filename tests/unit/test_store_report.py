@@ -38,8 +38,7 @@ def test_any_flipped_bit_is_found_and_its_file_named(tmp_path_factory, data):
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
-    changed = f"{path.name}: its contents have changed (sha256 "
-    assert [problem[: len(changed)] for problem in verify_store(folder)] == [changed]
+    assert verify_store(folder) == [f"{path.name}: its contents have changed"]
 
 
 def test_swapped_shards_are_named(store):
@@ -47,29 +46,22 @@ def test_swapped_shards_are_named(store):
     contents = [(store / name).read_bytes() for name in names]
     for name, content in zip(names, reversed(contents), strict=True):
         (store / name).write_bytes(content)
-    assert [problem.partition(" (sha256")[0] for problem in verify_store(store)] == [
-        "tokens-00001.bin: it has the contents of tokens-00002.bin",
-        "tokens-00002.bin: it has the contents of tokens-00001.bin",
-    ]
+    assert verify_store(store) == [f"{name}: its contents have changed" for name in names]
 
 
-def test_wrong_sizes_and_files_of_no_store_are_named(store):
+def test_wrong_sizes_are_named(store):
     os.truncate(store / "tokens-00001.bin", 10)
     (store / "documents-00000.bin").unlink()
-    (store / "tokens-00007.bin").write_bytes(b"")
-    (store / "notes.txt").write_text("")
     assert verify_store(store) == [
         "documents-00000.bin: No such file or directory",
         "tokens-00001.bin has 10 bytes, not 20",
-        "notes.txt is no file of the store",
-        "tokens-00007.bin is no file of the store",
     ]
 
 
 def test_a_manifest_that_changed_or_is_missing_is_refused(store):
     path = store / "manifest.json"
     path.write_text(path.read_text().replace('"fingerprint": "', '"fingerprint": "0'))
-    message = f"^token store {store} is damaged: manifest.json: its contents have changed$"
+    message = f"^token store {store} is damaged: manifest.json: its contents have changed; "
     with pytest.raises(DataError, match=message):
         verify_store(store)
     path.unlink()
@@ -87,7 +79,7 @@ def texts(tmp_path_factory):
     (folder / "corpus").mkdir()
     for i, text in enumerate(TEXTS):
         (folder / f"corpus/{i}.py").write_text(text)
-    make_store(folder / "store", open_source(str(folder / "corpus")), TOKENIZER, workers=1)
+    make_store(folder / "store", open_source(str(folder / "corpus")), TOKENIZER)
     return TokenStore(folder / "store")
 
 

@@ -22,7 +22,6 @@ from sample_stores import OLD_RECIPE, RECIPE, stream, write_store
 from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.data import store_writer, token_store
 from torchtitan_lite.data.corpus import open_cached, open_data
-from torchtitan_lite.data.encoder import encode_rows
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
@@ -35,17 +34,6 @@ DOCUMENTS = [[10, 11, 12], [20], list(range(30, 60)), [], [5]]
 def store(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("stores") / "numbers"
     return TokenStore(write_store(folder, DOCUMENTS, request.param))
-
-
-@pytest.fixture(autouse=True)
-def encode_here(monkeypatch):
-    """Tokenize in this process: others would take longer to start than all else here."""
-
-    def encode_batches(batches, *, workers, **options):
-        for batch in batches:
-            yield batch, encode_rows(batch, **options)
-
-    monkeypatch.setattr(store_writer, "encode_batches", encode_batches)
 
 
 @pytest.fixture
@@ -255,20 +243,11 @@ def test_text_is_tokenized_once(source, corpus, cache, notices, tmp_path):
     assert again.folder.parent == tmp_path / "home/.cache/torchtitan_lite/tokens"
 
 
-@pytest.mark.parametrize("linked", [False, True])
-def test_a_damaged_cache_is_named_and_made_again(source, notices, tmp_path, linked):
-    folder = moved = cached(source).folder
-    if linked:
-        moved = folder.rename(tmp_path / "elsewhere")
-        folder.symlink_to(moved)
-    (moved / "manifest.json").unlink()
-    reason = f"token store {folder} is damaged: "
-    with pytest.raises(DataError, match=f"^{reason}"):
-        TokenStore(folder)
-    assert contents(cached(source)) == expected_ids()
-    assert not folder.is_symlink()
-    assert any(message.startswith(reason) for message in notices.messages)
-    assert not linked or len(list(moved.iterdir())) == 2
+def test_a_damaged_cache_is_named(source):
+    folder = cached(source).folder
+    os.truncate(folder / "tokens-00000.bin", 2)
+    with pytest.raises(DataError, match=f"^token store {folder} is damaged: .* remove it"):
+        cached(source)
 
 
 def test_a_cache_of_another_format_is_not_removed(source):
@@ -327,15 +306,10 @@ def test_one_process_makes_a_store_and_the_others_wait(source, cache):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_locks_one_process_makes_a_store_and_a_run_none(
-    source, tmp_path, notices, monkeypatch, code
-):
+def test_without_locks_no_store_is_made(source, monkeypatch, code):
     error = OSError(code, os.strerror(code))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
-    made = store_writer.make_store(tmp_path / "made", source, build_tokenizer(""))
-    assert contents(made) == expected_ids()
-    assert "without locks (flock)" in notices.messages[0]
-    with pytest.raises(StorageError, match=r"without locks \(flock\).* XDG_CACHE_HOME"):
+    with pytest.raises(StorageError, match=r"without locks \(flock\).* data make.* XDG_CACHE_HOME"):
         cached(source)
 
 

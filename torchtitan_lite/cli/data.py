@@ -64,7 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument(
         "--max-tokens", type=count(1), help="end with the document that reaches so many (all)"
     )
-    make.add_argument("--workers", type=count(1), help="processes that tokenize (one per core)")
     make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
     make.add_argument("--hf-split", default="train", help="split of a Hugging Face dataset (train)")
 
@@ -95,7 +94,6 @@ def make(args: argparse.Namespace) -> None:
         tokenizer,
         skip_bad=args.skip_bad,
         max_tokens=args.max_tokens,
-        workers=args.workers,
     )
     if existed:
         counts = f"{store.documents:,} documents, {store.tokens:,} tokens"

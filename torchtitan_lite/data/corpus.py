@@ -14,9 +14,10 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.datasets import DATASETS, NamedDataset
 from torchtitan_lite.config import TrainingConfig, ValidationConfig, expand_user
 
+from .columns import HF_PREFIX
 from .dataloader import Corpus, TrainingBatches, count_windows
 from .mixture import Mixture
-from .sources import HF_PREFIX, Source, build_source
+from .sources import Source, build_source
 from .store_writer import make_store
 from .token_store import TokenStore, is_store
 from .tokenizer import Tokenizer
@@ -187,7 +188,7 @@ def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
     """Open the tokens of a source in the cache, `torchtitan_lite/tokens` in $XDG_CACHE_HOME.
 
     The first process to ask makes them while the others wait, once per machine or shared file
-    system; a damaged store is made again. Raises DataError; StorageError if the cache cannot be
+    system. Raises DataError; StorageError if the cache cannot be
     written or read; ConfigError if the home folder is not known."""
     inputs = f"{source.fingerprint} {tokenizer.fingerprint}"
     if tokenizer.one_separator:  # earlier versions made another store of the same inputs
@@ -197,7 +198,7 @@ def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
     home = expand_user(home, what=f"token cache $XDG_CACHE_HOME = {home}: ")
     folder = Path(home) / "torchtitan_lite" / "tokens" / key
     try:
-        return make_store(folder, source, tokenizer, replace_damaged=True)
+        return make_store(folder, source, tokenizer)
     except OSError as error:
         raise StorageError(
             f"token cache {folder.parent} cannot be written: {error.strerror}; {storage_fix(error)}"

@@ -1,6 +1,5 @@
 """Reports on a token store: what is broken, what it holds, and the text of a window."""
 
-import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -10,10 +9,8 @@ import numpy as np
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.base.files import usable_cores
 
-from .token_store import MANIFEST_FILE, TokenStore, read_manifest, wrong_sizes
+from .token_store import TokenStore, hash_file, read_manifest, wrong_sizes
 from .tokenizer import Tokenizer
-
-READ_BYTES = 2**23
 
 
 def verify_store(folder: Path) -> list[str]:
@@ -22,29 +19,15 @@ def verify_store(folder: Path) -> list[str]:
     Raises DataError for a manifest that is missing or damaged."""
     manifest = read_manifest(folder)
     problems = wrong_sizes(folder, manifest)
-    hashes = {name: sha256 for name, (_, sha256) in manifest.files().items()}
-    names = [name for name in hashes if name not in problems]
+    hashes = {
+        name: sha256 for name, (_, sha256) in manifest.files().items() if name not in problems
+    }
     with ThreadPoolExecutor(len(usable_cores())) as threads:
-        found = threads.map(lambda name: _hash_file(folder / name), names)
-        for name, actual in zip(names, found, strict=True):
-            if actual != hashes[name]:
-                twins = [twin for twin, other in hashes.items() if other == actual]
-                what = (
-                    f"it has the contents of {twins[0]}" if twins else "its contents have changed"
-                )
-                hexes = f"(sha256 {actual[:12]}, not {hashes[name][:12]})"
-                problems[name] = f"{name}: {what} {hexes}"
-
-    strangers = {path.name for path in folder.iterdir()} - {MANIFEST_FILE, *hashes}
-    return [*problems.values(), *(f"{name} is no file of the store" for name in sorted(strangers))]
-
-
-def _hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+        found = threads.map(lambda name: hash_file(folder / name), hashes)
+    for (name, sha256), actual in zip(hashes.items(), found, strict=True):
+        if actual != sha256:
+            problems[name] = f"{name}: its contents have changed"
+    return list(problems.values())
 
 
 def format_window(store: TokenStore, tokenizer: Tokenizer, *, window: int, seq_len: int) -> str:

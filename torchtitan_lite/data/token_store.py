@@ -14,7 +14,6 @@ of the file, while a memory map would kill the process with SIGBUS.
 import hashlib
 import os
 from bisect import bisect_right
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from io import FileIO
@@ -36,8 +35,6 @@ from torchtitan_lite.base.jsonfile import (
     write_hashed_json,
 )
 
-from .store_files import documents_file, tokens_file
-
 FORMAT = 3
 START_DTYPES: dict[int, np.dtype] = {2: np.dtype("<u4"), 3: np.dtype("<i8")}
 """Type of the numbers in documents files, by format."""
@@ -46,14 +43,21 @@ MAX_MANIFEST_BYTES = 2**28
 """Enough for a million shards, or 64 TiB of text."""
 OPEN_SHARDS = 256
 """Shards of all stores that are open at a time; each takes a file descriptor."""
+READ_BYTES = 2**23
 CHUNK_TOKENS = 2**20
 COUNTED_CHUNKS = 64
 HASHED_TOKENS = 2**29
 """The fingerprint hashes the stream in runs of so many ids, wherever shards are cut."""
 
 
-class DamagedStoreError(DataError):
-    """A store is broken, and not just of a format that this version does not read."""
+def tokens_file(shard: int) -> str:
+    """Return the name of the file with a shard's ids."""
+    return f"tokens-{shard:05d}.bin"
+
+
+def documents_file(shard: int) -> str:
+    """Return the name of the file with the places in a shard at which documents begin."""
+    return f"documents-{shard:05d}.bin"
 
 
 @dataclass(frozen=True)
@@ -134,37 +138,25 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
     try:
         fields = read_json_object(folder / name, max_bytes=MAX_MANIFEST_BYTES)
         recipe = fields.get("recipe")
-        version = recipe.get("format") if isinstance(recipe, dict) else None
-        if version is None or version in tuple(START_DTYPES):
-            manifest = validate_hashed_json(fields, _SCHEMA, drop=set())
-            _check_counts(manifest)
-            return manifest
+        version = recipe.get("format") if isinstance(recipe, dict) else FORMAT
+        if version not in tuple(START_DTYPES):
+            raise DataError(
+                f"token store {folder}: {name}: its format is {version}, this version reads "
+                f"{' and '.join(map(str, START_DTYPES))}; make it again in another folder: "
+                "torchtitan-lite data make"
+            )
+        manifest = validate_hashed_json(fields, _SCHEMA, drop=set())
+        highest, ids = manifest.max_token_id, manifest.recipe.vocab_size
+        if not highest < ids <= 2 ** (8 * np.dtype(manifest.recipe.dtype).itemsize):
+            kind = manifest.recipe.dtype
+            raise ValueError(f"its highest id is {highest}, of {ids} ids in type {kind!r}")
+        return manifest
+    except DataError:
+        raise
     except (*ABSENT, ValueError) as error:
-        raise DamagedStoreError(f"token store {folder} is damaged: {name}: {error}") from error
+        raise damaged(folder, f"{name}: {error}") from error
     except OSError as error:
         raise unreadable(folder / name, error) from error
-    raise DataError(
-        f"token store {folder}: {name}: its format is {version}, this version reads "
-        f"{' and '.join(map(str, START_DTYPES))}; make the store again in another folder"
-    )
-
-
-def _check_counts(manifest: StoreManifest) -> None:
-    """Raise ValueError if vocabulary, highest id, shard sizes and totals contradict each other."""
-    recipe, ids = manifest.recipe, manifest.recipe.vocab_size
-    if ids > 2 ** (8 * np.dtype(recipe.dtype).itemsize):
-        raise ValueError(f"its tokenizer has {ids} ids, more than type {recipe.dtype!r} holds")
-    if manifest.max_token_id >= ids:
-        raise ValueError(
-            f"its highest id is {manifest.max_token_id}, and its tokenizer has {ids} ids"
-        )
-    tokens = sum(shard.tokens for shard in manifest.shards)
-    documents = sum(shard.documents for shard in manifest.shards)
-    if (tokens, documents) != (manifest.tokens, manifest.documents):
-        raise ValueError(
-            f"its shards have {tokens} tokens and {documents} documents, not {manifest.tokens} and "
-            f"{manifest.documents}"
-        )
 
 
 def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
@@ -184,10 +176,27 @@ def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
     return problems
 
 
+def damaged(folder: Path, reason: str) -> DataError:
+    """Return the error for a store that is broken."""
+    return DataError(
+        f"token store {folder} is damaged: {reason}; torchtitan-lite data verify {folder} lists "
+        "what is broken; copy the store again, or remove it and make it again"
+    )
+
+
 def unreadable(path: Path, error: OSError) -> StorageError:
     """Return the error for a file that the system cannot read, whole or not."""
     reason = f"{error.strerror}; {storage_fix(error)}"
     return StorageError(f"token store {path.parent}: {path.name} cannot be read: {reason}")
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of the contents of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
 
 
 @lru_cache(OPEN_SHARDS)
@@ -209,21 +218,15 @@ class TokenStore:
         self.folder = folder
         self.manifest = manifest = manifest or read_manifest(folder)
         for problem in wrong_sizes(folder, manifest).values():
-            raise self._damaged(problem)
+            raise damaged(folder, problem)
 
-        self.tokens, self.documents = manifest.tokens, manifest.documents
+        self.documents = sum(shard.documents for shard in manifest.shards)
         self.max_token_id = manifest.max_token_id
         self.fingerprint = manifest.fingerprint
         self.dtype = np.dtype(manifest.recipe.dtype)
         self.shard_starts = [0, *accumulate(shard.tokens for shard in manifest.shards)]
         """Place in the stream of each shard's first id, and of the end."""
-
-    def _damaged(self, reason: str) -> DamagedStoreError:
-        return DamagedStoreError(
-            f"token store {self.folder} is damaged: {reason}; torchtitan-lite data verify "
-            f"{self.folder} lists what is broken; copy the store again, or remove it and make it "
-            "again"
-        )
+        self.tokens = self.shard_starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Return the ids [count] from place `start` of the stream on, in the store's own type."""
@@ -252,15 +255,16 @@ class TokenStore:
             while count := os.preadv(file.fileno(), [left], offset) if left else 0:
                 left, offset = left[count:], offset + count
         except ABSENT as error:
-            raise self._damaged(f"{name}: {error.strerror}") from error
+            raise damaged(self.folder, f"{name}: {error.strerror}") from error
         except OSError as error:
             raise unreadable(self.folder / name, error) from error
         if left:
-            raise self._damaged(f"{name} ends at byte {offset}; it was cut off while in use")
+            raise damaged(self.folder, f"{name} ends at byte {offset}; it was cut off while in use")
         if (highest := ids.max()) > self.max_token_id:
-            raise self._damaged(
+            raise damaged(
+                self.folder,
                 f"{name}: id {highest} at place {place + int(ids.argmax())} is above the highest "
-                f"one, {self.max_token_id}"
+                f"one, {self.max_token_id}",
             )
 
     def token_counts(self) -> np.ndarray:
@@ -275,12 +279,11 @@ class TokenStore:
         return counts
 
     def compute_fingerprint(self) -> str:
-        """Hash all ids of the stream, on all cores. The result does not depend on the shards."""
+        """Hash all ids of the stream. The result does not depend on the shards."""
         recipe = self.manifest.recipe
         digest = hashlib.sha256(f"{recipe.tokenizer_fingerprint} {recipe.dtype}".encode())
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            for run in threads.map(self._hash_run, range(0, self.tokens, HASHED_TOKENS)):
-                digest.update(run.encode())
+        for start in range(0, self.tokens, HASHED_TOKENS):
+            digest.update(self._hash_run(start).encode())
         return digest.hexdigest()
 
     def _hash_run(self, start: int) -> str:
