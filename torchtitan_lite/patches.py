@@ -1,11 +1,10 @@
 """What this package changes of torch and torchao at run time, one function each. What it changes
 of compiled graphs is in float8/graph_passes.py.
 
-Each function states its change, the reason, the report upstream, the versions in which the fault
-was seen, and when to remove it. All of them can be called more than once. `test_patches.py` shows
-each fault without its patch, and so fails once the installed version no longer needs it.
-
-Heavy modules of torch and torchao are imported by the functions that change them.
+Each function states its change, the reason, the report upstream if there is one, the versions in
+which the fault was seen, and when to remove it. All of them can be called more than once, and
+import the heavy modules that they change. `test_patches.py` shows each fault without its patch, and
+so fails once the installed version no longer needs it.
 """
 
 import hashlib
@@ -31,9 +30,8 @@ def tag_compiler_cache(label: str) -> None:
     """Compile and cache separately what runs under another `label`, or under other patches.
 
     Changes: `torch.compiler.config.cache_key_tag`.
-    Why: the key of the compiler's cache contains neither the rank's place in a DTensor's mesh nor
-    the attention backend. A rank would load another rank's code and train on a wrong loss. Nor does
-    it contain this file.
+    Why: the key of the compiler's cache lacks the rank's place in a DTensor's mesh, the attention
+    backend, and this file. A rank would load another rank's code and train on a wrong loss.
     Upstream: pytorch/pytorch#188390 (ranks). Seen: torch 2.13. Remove: once the key has both.
     """
     tags = torch.compiler.config.cache_key_tag.split("; ")
@@ -47,7 +45,7 @@ def save_no_rng_state() -> None:
     Changes: `has_recomputable_rng_ops` of the compiler's partitioner.
     Why: attention counts as random, as it can apply dropout, which the model has not. The CPU
     generator's state takes the place of DTensor's mesh among the inputs, and compilation fails.
-    Upstream: not reported. Seen: torch 2.13 on CPU, full recomputation under tensor parallelism.
+    Seen: torch 2.13 on CPU, full recomputation under tensor parallelism.
     Remove: once such a block compiles on CPU, or when the model gets a random operator.
     """
     from torch._functorch import partitioners
@@ -60,8 +58,7 @@ def name_mxfp8_scales_in_cpp() -> None:
 
     Changes: `DTYPE_TO_CPP` of Inductor's C++ backend.
     Why: a block that keeps such scales for its backward pass does not compile on CPU.
-    Upstream: pytorch/pytorch#147873, closed, is about GPUs. Seen: torch 2.13.
-    Remove: once `DTYPE_TO_CPP` has the type.
+    Seen: torch 2.13. Remove: once `DTYPE_TO_CPP` has the type.
     """
     from torch._inductor.codegen.cpp_utils import DTYPE_TO_CPP
 
@@ -74,7 +71,7 @@ def trust_instruction_set() -> None:
     Changes: `VecISA.check_build` of Inductor, unless the environment sets `vec_isa_ok`.
     Why: the compiler builds a test program for each instruction set, which takes seconds. AMX is
     still tested, since a C++ compiler that PyTorch supports may not know its instructions.
-    Upstream: not reported. Seen: torch 2.13. Remove: once no test programs are built.
+    Seen: torch 2.13. Remove: once no test programs are built.
     """
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import VecISA
@@ -97,8 +94,7 @@ def weigh_cudnn_attention() -> None:
     Changes: `get_default_op_list` of the compiler's partitioner.
     Why: the list has other attentions only. Under any memory budget the compiler would recompute
     cuDNN's, the most expensive operator of a block.
-    Upstream: not reported; pytorch/pytorch#129533 added the others. Seen: torch 2.13.
-    Remove: once the list has `_scaled_dot_product_cudnn_attention`.
+    Upstream: pytorch/pytorch#129533 added the others. Seen: torch 2.13. Remove: once it is listed.
     """
     from torch._functorch import partitioners
 
@@ -118,9 +114,9 @@ def fuse_norms_with_their_gradients() -> None:
 
     Changes: `MixOrderReduction.get_fusion_score` of Inductor, for kernels on GPUs.
     Why: a fusion of sums over rows with sums over columns is rated by elements, and every other by
-    bytes. So the weight gradients of a block's two norms are fused, as both read the block's input,
-    with each other, and read again what the kernels of both norms have read.
-    Upstream: not reported. Seen: torch 2.11 to 2.13. Remove: once such fusions are rated by bytes.
+    bytes. So the weight gradients of a block's two norms are fused with each other, and read again
+    what the kernels of both norms have read.
+    Seen: torch 2.11 to 2.13. Remove: once such fusions are rated by bytes.
     """
     from torch._inductor.scheduler import BaseSchedulerNode, MixOrderReduction
     from torch._inductor.virtualized import V
@@ -142,7 +138,7 @@ def store_transposes_in_tiles() -> None:
     Why: a reduction over rows works on tiles of one or a few rows. A transposed cast of the same
     tensor, fused with it, is stored byte by byte, a whole column apart. A kernel with square tiles
     reads the tensor once more, but stores 64 bytes or more at a time.
-    Upstream: not reported. Seen: torch 2.13, torchao 0.18, on GPUs.
+    Seen: torch 2.13, torchao 0.18, on GPUs.
     Remove: once `tiling_prevents_reduction_fusion` prevents it for tiles of the reduction's shape.
     """
     from torch._inductor.choices import InductorChoices
@@ -172,8 +168,7 @@ def count_no_memory_for_meshes() -> None:
     Changes: `torch._functorch.config.unsafe_treat_script_objects_as_zero_size`, where it exists.
     Why: under tensor parallelism a block keeps the mesh for its backward pass, and the partitioner
     fails with "Cannot compute the size of FakeScriptObject". A mesh holds no activations.
-    Upstream: an option since torch 2.13; the config refuses the mode on 2.12. Seen: both.
-    Remove: once the partitioner counts a mesh as 0 bytes by default.
+    Seen: torch 2.12, where the config refuses the mode, and 2.13. Remove: once that is the default.
     """
     if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
         torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
@@ -188,8 +183,7 @@ def time_out_transfers() -> None:
     Changes: `_batch_p2p` of `torch.distributed.pipelining.schedules`.
     Why: gloo's collectives follow a time-out that is set later, but its sends and receives keep the
     one that their group was made with. A stage that hangs would block the others for that long.
-    Upstream: not reported; pytorch/pytorch#165422 is about collectives. Seen: torch 2.11 to 2.13.
-    Remove: once gloo's `Work.wait()` follows the group's time-out.
+    Seen: torch 2.11 to 2.13. Remove: once gloo's `Work.wait()` follows the group's time-out.
     """
     from torch.distributed.pipelining import schedules
 
@@ -216,8 +210,7 @@ def scale_gathered_weights_over(mesh: DeviceMesh | None) -> None:
     Changes: `WeightWithDynamicFloat8CastTensor.fsdp_pre_all_gather`.
     Why: torchao takes the amax over the ranks of FSDP. Under tensor parallelism as well, each of
     its shards would get a scale of its own, and results would depend on the layout.
-    Upstream: not reported. Seen: torchao 0.18.
-    Remove: once torchao takes the amax over all shards of a weight.
+    Seen: torchao 0.18. Remove: once torchao takes the amax over all shards of a weight.
     """
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor as Weight
 
@@ -262,8 +255,7 @@ def scale_gradients_in_matmul() -> None:
     Why: torchao scales their products in another pass, as CUTLASS's kernel was slow. cuBLAS 12.9
     has one for Hopper. The recipes' scales are powers of two, so that a product in bf16 is the same
     unless it is below 2^-126: it is then rounded once instead of twice.
-    Upstream: pytorch/ao#1325 added the pass; pytorch/pytorch#153555. Seen: torchao 0.18.
-    Remove: once torchao leaves the scales to `_scaled_mm`.
+    Upstream: pytorch/ao#1325. Seen: torchao 0.18. Remove: once torchao leaves it to `_scaled_mm`.
     """
     from torchao.float8 import float8_ops
 
@@ -296,8 +288,7 @@ def observe_float8_casts(observe: Callable[[Tensor, Any], None]) -> Iterator[Non
 
     Changes: the autograd function through which torchao makes all casts, until the end of the
     context. Compiled code is not observed.
-    Why: torchao has no hook for casts. Upstream: not reported. Seen: torchao 0.18.
-    Remove: once torchao has such a hook; no test can notice that.
+    Why: torchao has no hook for casts. Seen: torchao 0.18. Remove: once it has one.
     """
     from torchao.float8 import float8_training_tensor as torchao_casts
 
@@ -323,8 +314,7 @@ def allow_long_saves() -> None:
 
     Changes: the default time-out of `PContext.close`, after which the agent kills its workers.
     Why: torch 2.11 ignores the variable and kills workers 30 s after a signal, in the middle of a
-    long save. Later versions read it into `LaunchConfig.shutdown_timeout` and are not changed.
-    Upstream: fixed in torch 2.12. Seen: torch 2.11. Remove: when 2.11 is no longer supported.
+    long save. Later versions are not changed. Remove: when 2.11 is no longer supported.
     """
     from torch.distributed.elastic.multiprocessing import PContext
     from torch.distributed.launcher.api import LaunchConfig

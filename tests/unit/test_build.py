@@ -28,7 +28,7 @@ from torchtitan_lite.config import (
 from torchtitan_lite.planner.prepare import planned_device
 from torchtitan_lite.training import build
 from torchtitan_lite.training.build import build_checkpointer, build_course, check_resume
-from torchtitan_lite.training.model import asked_of_step, build_meta_model, graphs_of_step
+from torchtitan_lite.training.model import asked_of_step, build_meta_model
 
 FLOAT8 = {"enable_float8_linear": True}
 ROWWISE = FLOAT8 | {"recipe_name": "rowwise"}
@@ -36,7 +36,7 @@ ROWWISE_HP = FLOAT8 | {"recipe_name": "rowwise_with_gw_hp"}
 GATHER = FLOAT8 | {"enable_fsdp_float8_all_gather": True}
 SIZES: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 8, "ffn_dim": 128, "vocab_size": 64}
 
-# ----- asked_of_step, graphs_of_step -----
+# ----- asked_of_step -----
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_a_step_asks_for_follows_from_recipe_filters_and_degrees(
     config = Config(training=training, float8=Float8Config(**float8))
     job = job_of(config, ModelArgs(**SIZES, tie_embeddings=tied), degrees=degrees)
     meta = build_meta_model(job, emulate=True)
-    asked = asked_of_step(job, meta.linears, ledger=meta.ledger)
+    asked = asked_of_step(job, meta, stages=[0])
     assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
     assert asked.matmuls_run_in == ("float32" if float8 else "float8")
     if tied:
@@ -69,15 +69,20 @@ def test_what_a_step_asks_for_follows_from_recipe_filters_and_degrees(
         assert sum(map(is_gathered_in_float8, meta.model.parameters())) == 14
 
 
-def test_graphs_of_step_are_at_least_one_for_blocks_and_one_for_the_loss():
-    both, off = CompileConfig(enable=True), CompileConfig()
-    loss = CompileConfig(enable=True, components=("loss",))
-    with_blocks, without = SimpleNamespace(layers=[1]), SimpleNamespace(layers=[])
-    assert graphs_of_step(both, [without, with_blocks], has_loss=True) == 2
-    assert graphs_of_step(both, [with_blocks], has_loss=False) == 1
-    assert graphs_of_step(both, [without], has_loss=True) == 1
-    assert graphs_of_step(loss, [with_blocks], has_loss=True) == 1
-    assert graphs_of_step(off, [with_blocks], has_loss=True) == 0
+@pytest.mark.parametrize(
+    ("compile", "graphs"),
+    [
+        ({"enable": True}, [1, 2, 1]),
+        ({"enable": True, "components": ("loss",)}, [0, 1, 1]),
+        ({}, [0, 0, 0]),
+    ],
+)
+def test_a_rank_compiles_a_graph_for_blocks_and_one_for_the_loss(compile, graphs):
+    job = job_of(Config(compile=CompileConfig(**compile)), ModelArgs(**SIZES))
+    meta = build_meta_model(job)
+    job = replace(job, stages=(("tok_embeddings", "layers.0"), ("layers.1",), ("norm", "output")))
+    of_ranks = [asked_of_step(job, meta, stages=stages) for stages in ([0], [1, 2], [2])]
+    assert [asked.graphs for asked in of_ranks] == graphs
 
 
 @pytest.mark.parametrize(
@@ -101,20 +106,18 @@ def test_planned_device_guesses_no_rates(name, float8, planned, monkeypatch):
 # ----- check_resume, build_course -----
 
 
-@pytest.mark.parametrize("last_step", [None, 25])
-def test_a_resume_logs_what_it_changes(last_step, notices):
-    """Version 0.3 and earlier did not save the last step."""
+def test_a_resume_logs_what_it_changes(notices):
     saved = CheckpointManifest(
         world_size=2,
         model=asdict(job_of(Config()).model_args),
         config="[training]\nsteps = 30\nlocal_batch_size = 8\nglobal_batch_size = -1",
-        progress=replace(NEW_RUN, step=20, last_step=last_step),
+        progress=replace(NEW_RUN, step=20, last_step=25),
     )
     resume = Resume(Path(), saved)
     job = job_of(Config(training=TrainingConfig(steps=40, global_batch_size=8)))
     check_resume(resume, job)
     build_course(job, resume, last_step=40)
-    assert f"since step 20: last step: {last_step or 30} -> 40" in notices.messages
+    assert "since step 20: last step: 25 -> 40" in notices.messages
     assert "since step 20: global batch: 16 -> 8 sequences" in notices.messages
     assert "global_batch_size" not in notices.text
     assert re.search(r"step 20: learning rate: \S+ in step 20 -> \S+ in step 21", notices.text)

@@ -1,8 +1,5 @@
 """Llama as published by Meta, from Llama 2 to Llama 3.2.
 
-RMSNorm, grouped-query attention, rotary position embeddings, SwiGLU, and an output projection whose
-weight can be the embedding's, as in Llama 3.2 1B and 3B.
-
 Shapes: B batch, S seq_len, D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 Under tensor parallelism H, K and F are this rank's share.
 """
@@ -28,10 +25,7 @@ from torchtitan_lite.catalog.flavors import ModelArgs
 
 CPU_FLOAT32_HEAD_DIM = 32
 """Largest head_dim for which attention on CPU is computed in float32, up to 2.7 times as fast."""
-
-FLEX_CAPABILITY = (8, 0)
-"""The oldest GPUs on which PyTorch tests FlexAttention."""
-
+FLEX_CAPABILITY = (8, 0)  # of the oldest GPUs on which PyTorch tests FlexAttention
 
 # FlexAttention is compiled even if blocks are not: eager, it computes S x S values. The compiler is
 # loaded at the first use.
@@ -47,9 +41,8 @@ def _compiled_flex_attention() -> Callable[..., Tensor]:
 def rope_frequencies(args: ModelArgs) -> Tensor:
     """Return the rotation per position, in radians, of each pair of dimensions, [Q/2] float32.
 
-    RoFormer (arXiv 2104.09864), with the scaling of Llama 3.1's reference implementation: it
-    stretches wavelengths longer than the old context by `factor`, keeps short ones, and
-    interpolates between the two."""
+    RoFormer (arXiv 2104.09864), with Llama 3.1's scaling: wavelengths longer than the old context
+    are stretched by `factor`, short ones kept, and those between interpolated."""
     frequencies = args.rope_theta ** -(torch.arange(0, args.head_dim, 2).double() / args.head_dim)
     if (scaling := args.rope_scaling) is not None:
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
@@ -66,10 +59,8 @@ def rope_table(args: ModelArgs) -> tuple[Tensor, Tensor]:
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate dimensions (0, 1), (2, 3), ... of each head of `x` [B, S, H, Q], in float32.
-
-    The pairs are neighbours, as in Meta's checkpoints. `cos` and `sin` are [S, Q/2] or
-    [B, S, Q/2]."""
+    """Rotate dimensions (0, 1), (2, 3), ... of each head of `x` [B, S, H, Q], in float32: the pairs
+    of Meta's checkpoints. `cos` and `sin` are [S, Q/2] or [B, S, Q/2]."""
     pairs = x.float().unflatten(-1, (-1, 2))  # [B, S, H, Q/2, 2]
     if torch.compiler.is_compiling():
         # The compiler has no complex numbers. It fuses this form into one kernel, but would store a
@@ -83,10 +74,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def document_starts(tokens: Tensor, *, bos_id: int) -> Tensor:
-    """Return for each of `tokens` [B, S] the index at which its document starts, [B, S].
-
-    A document starts at a `bos_id`. The tokens before the first one belong to a document that
-    started before the sequence; for them the index is 0."""
+    """Return for each of `tokens` [B, S] the index of the `bos_id` at which its document starts,
+    [B, S]; 0 before the first one."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     return torch.where(tokens == bos_id, index, 0).cummax(1).values
 
@@ -95,8 +84,8 @@ def document_mask(starts: Tensor, queries: Tensor) -> Tensor | BlockMask:
     """Let the `queries` [s] of a sequence, by index, attend to the keys of their own document up to
     themselves. `starts` [B, S] is from `document_starts`.
 
-    Return a BlockMask for FlexAttention on CUDA. Elsewhere, since FlexAttention does not train on
-    CPU, return booleans [B, 1, s, S], True for keys that take part."""
+    Return a BlockMask for FlexAttention, which does not train on CPU: there return booleans
+    [B, 1, s, S], True for keys that take part."""
     batch_size, seq_len = starts.shape
 
     def sees(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -128,20 +117,15 @@ def attention_backend(
     args: ModelArgs, *, cp_degree: int, tp_degree: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """Return what computes this rank's attention: FLEX_ATTENTION or the name of an SDPA backend.
-
-    MATH, the only backend that is not fused, stores all S x S scores. PyTorch's order is fixed, as
-    the first choice in a process overwrites set_priority (torch 2.11 to 2.13): cuDNN first on
-    Hopper and Blackwell if its version has no known faults, flash attention first elsewhere.
+    MATH, the only backend that is not fused, stores all S x S scores.
 
     Raises ConfigError for a document mask on a GPU without FlexAttention."""
     masked, seq_len = args.document_bos_id is not None, args.max_seq_len
     if masked and device.type == "cuda":
-        if (capability := torch.cuda.get_device_capability(device)) < FLEX_CAPABILITY:
-            needed, found = (".".join(map(str, each)) for each in (FLEX_CAPABILITY, capability))
+        if torch.cuda.get_device_capability(device) < FLEX_CAPABILITY:
             raise ConfigError(
-                "[training] document_mask = true runs in FlexAttention, which needs a GPU of "
-                f"compute capability {needed} or newer, and {torch.cuda.get_device_name(device)} "
-                f"has {found}; set it to false, or use a newer GPU."
+                "[training] document_mask = true needs a GPU of compute capability 8.0 or newer, "
+                f"and {torch.cuda.get_device_name(device)} is older; set it to false."
             )
         return "FLEX_ATTENTION"
 
@@ -180,7 +164,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
-        """Attend within `x` [B, S, D]; see `apply_rope` for `cos`, `sin`, `attend` for `mask`."""
+        """Attend within `x` [B, S, D]."""
         heads = (-1, self.head_dim)
         q = apply_rope(self.wq(x).unflatten(-1, heads), cos, sin)  # [B, S, H, Q]
         k = apply_rope(self.wk(x).unflatten(-1, heads), cos, sin)  # [B, S, K, Q]
@@ -216,7 +200,7 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
     ) -> Tensor:
-        """Apply the block to `x` [B, S, D]. See `Attention` for the other arguments."""
+        """Apply the block to `x` [B, S, D]."""
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -236,8 +220,7 @@ def _whole(x: Tensor, dim: int) -> Tensor:
 class Transformer(nn.Module):
     """A Llama 3 language model. Build it on meta, then call `to_empty` and `init_weights`.
 
-    A stage of a pipeline has some of the `layers`, by their number in the whole model, and None in
-    place of the ends that other stages have."""
+    A stage of a pipeline has some of the `layers`, and None for the ends that other stages have."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -255,8 +238,7 @@ class Transformer(nn.Module):
         """Returns what this rank computes of a tensor whose given dimension is a sequence."""
 
     def tie_weights(self) -> None:
-        """Make the embedding's weight also the output's if `tie_embeddings`. Call it after anything
-        that replaces parameters."""
+        """If `tie_embeddings`, make the embedding's weight the output's, after it was replaced."""
         if self.args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
@@ -272,8 +254,8 @@ class Transformer(nn.Module):
         head: Callable[[Tensor, Tensor], Tensor] | None = None,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Return logits [B, S, V] for the token after each of `tokens` [B, S]; with a `head`, its
-        result, see `Output`. A rank that has a part of each sequence returns that part's.
+        """Return logits [B, s, V] for the token after each of `tokens` [B, S], of this rank's part
+        of each sequence; with a `head`, its result, see `Output`.
 
         `hidden` [B, s, D] is the residual stream from the stage before. A stage without an output
         returns its own."""

@@ -1,9 +1,8 @@
 """Cross-entropy of next-token prediction, without float32 logits of all tokens.
 
-The gradient of the loss depends on values that are known in the forward pass. The forward pass
-therefore overwrites the logits with it, and the backward pass only multiplies it by the incoming
-gradient. If the logits are the output of a linear, the forward pass also computes the gradients of
-the linear's input and weight, a chunk of tokens at a time.
+The forward pass overwrites the logits with their gradient, and the backward pass only multiplies it
+by the incoming gradient. If the logits are the output of a linear, the forward pass also computes
+the gradients of the linear's input and weight, a chunk of tokens at a time.
 
 Shapes: N tokens, B batch, S seq_len, D dim, V vocab_size; V is this rank's share if the vocabulary
 is split over ranks.
@@ -22,12 +21,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 IGNORED = -100  # label of a token that does not count
 CHUNK_LOGITS = 2**30
-"""Maximum number of logits in a chunk of tokens: 2 GiB in bfloat16. More chunks take less memory,
-but each one after the first costs a pass over the weight's gradient in float32."""
+"""Maximum number of logits in a chunk of tokens: 2 GiB in bfloat16. Each chunk after the first
+costs a pass over the weight's gradient in float32."""
 PIECE_LOGITS = 2**23
 """Minimum number of logits that eager kernels process at a time: 32 MiB in float32. For a large
-linear they take more, to be fewer: as many as fit into the memory that the weight's gradient takes
-afterwards. Compiled kernels store no float32 logits."""
+linear, as many as fit into the memory that the weight's gradient takes afterwards. Compiled kernels
+store no float32 logits."""
 FLOAT32_COPIES = 2
 """Float32 tensors of that size at a time: the scores and, on CPU, the logits."""
 

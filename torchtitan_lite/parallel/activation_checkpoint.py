@@ -5,7 +5,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -49,30 +48,29 @@ def _op_contexts() -> Any:
 
 
 def recomputed_modules(
-    model: nn.Module,
     ac: ActivationCheckpointConfig,
     *,
+    n_layers: int,
     compiled: bool,
     fused_attention: bool,
     in_float8: Collection[str] = (),
 ) -> frozenset[str]:
     """Return the names of the linears and `attention` modules whose forward runs again in backward.
 
-    `model` is not checkpointed yet. A block is recomputed up to the last tensor that its backward
-    pass needs, the input of w2. Eager, w2 runs again without early_stop, or if it is among the
-    linears `in_float8`, which save their input after their matmul. Attention that is not fused has
-    no operator whose output can be kept."""
-    layers, linears = model.get_submodule("layers"), list(BLOCK_LINEARS)
+    A block is recomputed up to the last tensor that its backward pass needs, the input of w2.
+    Eager, w2 runs again without early_stop, or if it is among the linears `in_float8`, which save
+    their input after their matmul. Attention that is not fused has no operator whose output can be
+    kept."""
+    linears = list(BLOCK_LINEARS)
     names = []
-    for i in ac.checkpointed_layers(len(list(layers.children()))):
-        # By operator every second matmul; else all up to what the rest of the backward needs.
+    for i in ac.checkpointed_layers(n_layers):
         if ac.keeps_by_op:
-            parts = [*linears[1::2], *([] if fused_attention else ["attention"])]
+            parts = linears[1::2] if fused_attention else [*linears[1::2], "attention"]
         else:
-            w2_in_float8 = f"layers.{i}.{linears[-1]}" in in_float8
-            stops_before_w2 = ac.early_stop and not w2_in_float8
-            kept = linears[-1:] if compiled or stops_before_w2 else []
-            parts = [*(linear for linear in linears if linear not in kept), "attention"]
+            stops_before_w2 = ac.early_stop and f"layers.{i}.{linears[-1]}" not in in_float8
+            parts = [*linears, "attention"]
+            if compiled or stops_before_w2:
+                parts.remove(linears[-1])
         names += [f"layers.{i}.{part}" for part in parts]
     return frozenset(names)
 

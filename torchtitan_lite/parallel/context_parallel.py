@@ -1,8 +1,7 @@
 """Context parallelism: the ranks of a group share each sequence, and gather its keys and values.
 
 Of c ranks, rank r computes chunks r and 2c-1-r of the 2c equal chunks of a sequence, so that causal
-attention is the same work for all, as in Llama 3 (arXiv 2407.21783, section 3.3.2). Each layer
-gathers keys and values in one collective; the backward pass reduces and scatters their gradients.
+attention is the same work for all, as in Llama 3 (arXiv 2407.21783, section 3.3.2).
 
 Shapes: B batch, S seq_len of the whole sequence, s = S / c, H heads, K key-value heads, Q head_dim.
 """
@@ -20,8 +19,8 @@ from torchtitan_lite.models.llama3 import Attention, Transformer, attend
 
 
 def apply_context_parallel(model: Transformer, mesh: DeviceMesh, *, flash: bool) -> None:
-    """Split the sequences of `model`, in place, over the ranks of `mesh`. `flash`: attention
-    without a mask runs in the GPU's FlashAttention."""
+    """Split the sequences of `model`, in place, over the ranks of `mesh`. `flash`: causal attention
+    runs in the GPU's FlashAttention."""
     context = ContextParallel(mesh, flash=flash)
     model.shard_sequence = context.shard_sequence
     for module in model.modules():
@@ -43,9 +42,8 @@ class ContextParallel:
         return torch.cat((chunks[rank], chunks[-1 - rank]), dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
-        """Return the attention [B, H, s, Q] of this rank's `q` [B, H, s, Q] to whole sequences.
-        `k` and `v` [B, K, s, Q] are this rank's, and are gathered from all ranks. Causal if `mask`,
-        over [s, S], is None."""
+        """Return the attention [B, H, s, Q] of this rank's `q` to whole sequences, causal if
+        `mask`, over [s, S], is None. `k` and `v` [B, K, s, Q] are gathered from all ranks."""
         # Not stacked: `cat` of more than four dimensions launches a kernel for each tensor.
         k, v = self._gather(torch.cat((k, v))).chunk(2)  # [B, K, S, Q] each
         if mask is not None:
@@ -62,8 +60,7 @@ class ContextParallel:
         return torch.cat(chunks, dim=-2)
 
     def _gather(self, kv: Tensor) -> Tensor:
-        """Return the keys and values [2B, K, S, Q] of the whole sequence, in its order, from each
-        rank's `kv` [2B, K, s, Q]."""
+        """Gather each rank's `kv` [2B, K, s, Q] in the order of the sequence, [2B, K, S, Q]."""
         shards = DTensor.from_local(kv, self.mesh, [Shard(0)], run_check=False)
         gathered = shards.redistribute(placements=[Replicate()])
         by_rank = gathered.to_local(grad_placements=[Partial()]).chunk(self.mesh.size())
@@ -74,8 +71,8 @@ class ContextParallel:
     def _attend_from_end(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the causal attention of `q`, the queries of the last positions of `k` and `v`.
 
-        scaled_dot_product_attention aligns a causal mask with the first positions, and its
-        `causal_lower_right` breaks compiled graphs and stores the mask on CPU."""
+        SDPA aligns a causal mask with the first positions, and its `causal_lower_right` breaks
+        compiled graphs and stores the mask on CPU."""
         if self.flash:
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             return flash(q, k, v, is_causal=True)[0]  # aligned with the last positions

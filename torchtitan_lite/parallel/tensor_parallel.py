@@ -1,9 +1,8 @@
 """Tensor parallelism with sequence parallelism: the plan as data, and its float8 variant.
 
 Between blocks the residual stream is split along the sequence. A block gathers it once before its
-column-split linears and scatters the sum of its row-split ones. An activation that only tensorwise
-Float8Linears read is cast before it is gathered, to 1 byte per element, and so is the gradient of
-the output of such a row-split linear.
+column-split linears and scatters the sum of its row-split ones. What only tensorwise Float8Linears
+read is cast before it is gathered: activations, and gradients of outputs of row-split linears.
 """
 
 import warnings
@@ -45,8 +44,7 @@ class _WaitingRowwiseParallel(RowwiseParallel):
 
 
 class _HeadParallel(ColwiseParallel):
-    """ColwiseParallel for the projection to the vocabulary, called with or without a `head`, which
-    receives the gathered input and this rank's shard of the weight."""
+    """ColwiseParallel for the projection to the vocabulary, called with or without a `head`."""
 
     @staticmethod
     def _prepare_input_fn(
@@ -65,8 +63,8 @@ class _HeadParallel(ColwiseParallel):
 
 
 def gathers_float8(module: nn.Module) -> bool:
-    """Return whether `module` is a Float8Linear whose input has one scale per tensor. Only then can
-    shards of the input be cast before they are gathered."""
+    """Return whether `module` is a Float8Linear whose input has one scale per tensor, so that its
+    shards can be cast before they are gathered."""
     return (
         is_float8_linear(module)
         and module.config.cast_config_input.scaling_granularity.value == "tensorwise"

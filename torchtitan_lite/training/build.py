@@ -52,9 +52,7 @@ def build_course(job: Job, resume: Resume | None, *, last_step: int) -> Course:
 
     saved = resume.manifest
     config = read_decisive(saved.config, world_size=saved.world_size)
-    # Version 0.3 and earlier did not save the last step, which with `epochs` depends on the data.
-    configured = last_step if config.training.epochs else config.training.steps
-    last_before = saved.progress.last_step or configured
+    last_before = saved.progress.last_step or last_step  # version 0.3 and earlier did not save it
     before = Course(config, config.training.global_batch_size, last_before)
     for change in course.changes(before, step=progress.step):
         logger.info(f"since step {progress.step}: {change}")
@@ -62,8 +60,7 @@ def build_course(job: Job, resume: Resume | None, *, last_step: int) -> Course:
 
 
 def check_resume(resume: Resume, job: Job) -> None:
-    """Raise CheckpointError if the checkpoint is of another model. Log the config keys that have
-    changed since it was saved."""
+    """Raise CheckpointError for a checkpoint of another model. Log the config's changes since."""
     saved = resume.manifest
     check_model(saved.model, asdict(job.model_args), path=resume.path)
     for change in config_changes(saved.config, job.to_toml()):
@@ -176,28 +173,23 @@ def build_checkpointer(
 
 
 def run_on_writing_ranks(metrics: MetricsConfig, function: Callable[[], None]) -> None:
-    """Run `function` on the ranks that write metrics. A RunError is raised on every rank. A
+    """Run `function` on the ranks that write metrics, and raise a RunError of any on all. A
     collective call."""
-    if metrics.save_for_all_ranks:
-        on_all_ranks(function)
-    else:
-        on_rank0(function)
+    run = on_all_ranks if metrics.save_for_all_ranks else on_rank0
+    run(function)
 
 
 def build_stage_times(job: Job, ledger: FlopsLedger) -> StageTimes:
     """Build the measurement of a pipeline's stages."""
-    ranks = job.degrees.pp
+    ranks, flops = job.degrees.pp, []
+    for names in job.stages:
+        parts = [ledger.by_module[name] for name in names if name in ledger.by_module]
+        flops.append({each: sum(part[each] for part in parts) for each in ledger.by_precision})
     return StageTimes(
         [job.rank_stages(rank) for rank in range(ranks)],
         # Ranks of different stages are the furthest apart.
         pipeline_rank=dist.get_rank() * ranks // job.degrees.world_size,
-        flops=[
-            {precision: sum(of[precision] for of in flops) for precision in ledger.by_precision}
-            for flops in (
-                [ledger.by_module[name] for name in names if name in ledger.by_module]
-                for names in job.stages
-            )
-        ],
+        flops=flops,
     )
 
 
@@ -209,10 +201,9 @@ def build_metrics(
     total_steps: int,
     progress: TrainingProgress,
 ) -> MetricsProcessor:
-    """Build the metrics of a run that continues after `progress`. Rank 0 writes, or all do.
-
-    On CPU all ranks measure their peaks here, at the same time."""
-    # Find the peak of each precision in use. On a float8 GPU find both, to compare runs.
+    """Build the metrics of a run that continues after `progress`."""
+    # Find the peak of each precision in use. On a float8 GPU find both, to compare runs. On CPU all
+    # ranks measure theirs at the same time.
     dist.barrier()
     config = job.config
     precisions = {precision for precision, count in ledger.by_precision.items() if count}

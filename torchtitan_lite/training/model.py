@@ -2,7 +2,7 @@
 planning too; then cut it into stages, and make them parallel."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import Precision
 from torchtitan_lite.catalog.flavors import OUTPUT, ModelArgs
-from torchtitan_lite.config import CompileConfig, zero_bubble
+from torchtitan_lite.config import zero_bubble
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.convert import convert_linears, must_emulate
 from torchtitan_lite.float8.graph_passes import add_passes
@@ -35,7 +35,7 @@ from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, Timed, cut_
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
 
-HIGH_PRECISION: dict[str, Precision] = {"bfloat16": "bf16", "float32": "fp32"}
+DTYPES: dict[Precision, str] = {"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def choose_linears(
         filters, slower = [AUTO], lambda linears: {each.kind: "float8 is off" for each in linears}
     any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
     return select_linears(
-        _linears_of(job.model_args),
+        _on_meta(job.model_args),
         filter_fqns=filters,
         tp_degree=job.degrees.tp,
         tokens=None if any_tokens else job.microbatch_tokens,
@@ -111,21 +111,17 @@ def find_recomputed(
 ) -> frozenset[str]:
     """Return the names of the modules whose forward the backward pass runs again."""
     return recomputed_modules(
-        _linears_of(job.model_args),
         job.config.activation_checkpoint,
+        n_layers=job.model_args.n_layers,
         compiled=job.config.compile.covers("model"),
         fused_attention=fused_attention,
         in_float8=set(converted_names(choices)),
     )
 
 
-def _linears_of(args: ModelArgs) -> Transformer:
-    """Return a model on meta. One serves all lengths and masks: its linears are the same."""
-    return _build_on_meta(replace(args, max_seq_len=1, document_bos_id=None))
-
-
 @cache
-def _build_on_meta(args: ModelArgs) -> Transformer:
+def _on_meta(args: ModelArgs) -> Transformer:
+    """Return a model on meta that nobody changes."""
     with torch.device("meta"):
         return Transformer(args)
 
@@ -147,7 +143,8 @@ def build_meta_model(
         model.tie_weights()  # to a weight that FSDP gathers in high precision, for the embedding
 
     # The FLOPs of each precision.
-    high_precision = HIGH_PRECISION[config.training.mixed_precision_param]
+    param = config.training.mixed_precision_param
+    high_precision = next(precision for precision, dtype in DTYPES.items() if dtype == param)
     converted = converted_names(choices)
     emulated = emulate and bool(converted)
     ledger = count_flops(
@@ -205,10 +202,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
     stages = [meta.model]
     if job.degrees.pp > 1:
         stages = [cut_stage(meta.model, job.stages[index]) for index in indices]
-    linears = meta.linears
-    own = {name for stage in stages for name, _ in stage.named_modules()} & set(linears)
-    graphs = graphs_of_step(config.compile, stages, has_loss=len(job.stages) - 1 in indices)
-    asked = replace(asked_of_step(job, own, ledger=meta.ledger), graphs=graphs)
+    asked = asked_of_step(job, meta, stages=indices)
     parallelize(
         stages,
         mesh,
@@ -223,7 +217,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         init_weights(stage, seed=config.debug.seed, buffer_device=device)
 
-    return BuiltModel(stages, indices, meta.ledger, linears, asked)
+    return BuiltModel(stages, indices, meta.ledger, meta.linears, asked)
 
 
 def build_microbatches(
@@ -261,34 +255,31 @@ def build_microbatches(
     )
 
 
-def asked_of_step(job: Job, converted: Collection[str], *, ledger: FlopsLedger) -> Asked:
-    """Return the float8 operations that a rank must run in a step, which has the linears
-    `converted` to float8."""
+def asked_of_step(job: Job, meta: MetaModel, *, stages: Collection[int]) -> Asked:
+    """Return the float8 operations that a rank with these stages must run in a step, and the least
+    number of graphs that it compiles: equal blocks share one."""
     float8, degrees, microbatches = job.config.float8, job.degrees, job.batch.grad_accum_steps
-    # Blocks, or the last group, whose weight the embedding reads too if the two are tied.
-    in_high_precision = {OUTPUT} if job.model_args.tie_embeddings else set()
-    fsdp_groups = {tuple(name.split(".")[:2]) for name in set(converted) - in_high_precision}
-    blocks = fsdp_groups - {(OUTPUT,)}
+    parts = {name for stage in stages for name in job.stages[stage]}  # such as layers.0
+    part_of = {name: ".".join(name.split(".")[:2]) for name in meta.linears}
+    converted = [name for name, part in part_of.items() if part in parts]
+    gathered = {part_of[name] for name in converted}
+    if job.model_args.tie_embeddings:
+        gathered -= {OUTPUT}  # in high precision, for the embedding
     gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.fsdp > 1
     gathers_activations = float8.recipe.gathers_float8 and degrees.tp > 1
-    fuses = job.config.parallelism.enable_async_tensor_parallel
+    fuses, compile = job.config.parallelism.enable_async_tensor_parallel, job.config.compile
+    has_blocks = any(part.startswith("layers.") for part in parts)
+    with_loss = compile.covers("loss") and OUTPUT in parts
     return Asked(
         linears=len(converted),
         matmuls=microbatches * len(converted) * len(float8.recipe.matmuls),
-        matmuls_run_in={"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}[ledger.fp8_runs_in],
-        fsdp_gathers=len(fsdp_groups) if gathers_weights else 0,
+        matmuls_run_in=DTYPES[meta.ledger.fp8_runs_in],
+        fsdp_gathers=len(gathered) if gathers_weights else 0,
         tp_gathers=microbatches * float8_gathers(converted) if gathers_activations else 0,
         # At least one fusion per block: the compiler chooses which collectives it fuses.
-        fused=microbatches * len(blocks) if fuses else 0,
+        fused=microbatches * len(gathered - {OUTPUT}) if fuses else 0,
+        graphs=(compile.covers("model") and has_blocks, with_loss).count(True),
     )
-
-
-def graphs_of_step(compile: CompileConfig, stages: Sequence[Transformer], *, has_loss: bool) -> int:
-    """Return the least number of graphs that a rank with these stages compiles: equal blocks share
-    one."""
-    has_blocks = any(stage.layers for stage in stages)
-    parts = (compile.covers("model") and has_blocks, compile.covers("loss") and has_loss)
-    return parts.count(True)
 
 
 def log_flops(ledger: FlopsLedger, *, document_mask: bool) -> None:

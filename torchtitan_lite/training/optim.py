@@ -51,10 +51,7 @@ DROPPED_BITS = 16  # of a float32 that is stored as bfloat16
 
 class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW that computes in float32 and stores the two moments in bfloat16, the second rounded
-    stochastically.
-
-    Like torch's fused AdamW, it reads `found_inf` on the device: a step with 1 changes nothing. On
-    a GPU the update is compiled, to 2 kernels a parameter."""
+    stochastically. On a GPU the update is compiled, to 2 kernels a parameter."""
 
     _step_supports_amp_scaling = True  # as GradScaler knows an optimizer that reads `found_inf`
 
@@ -133,9 +130,7 @@ def _round_stochastically(x: Tensor, step: Tensor) -> Tensor:
     """Round `x`, float32 and not negative, to a neighbour in bfloat16, so that the mean is exact.
 
     Rounded to the nearest, a second moment hardly falls if 1 - beta2 is less than half a rounding
-    step, 0.001. The random bits are a hash of the step and of the element's position. They need no
-    state and are equal on all ranks that hold the same elements.
-    """
+    step, 0.001. The random bits are a hash of the step and of the element's position."""
     mask = 2**31 - 1
     place = torch.arange(x.numel(), device=x.device).view(x.shape)
     # Odd factors modulo 2^32, negative so that they fit in int32: Triton refuses larger constants.
@@ -176,8 +171,8 @@ def clip_gradients(
 def _norm_on_cpu(gradients: Iterable[Tensor]) -> Tensor:
     """Return the norm of `gradients` and of their shards on other ranks, [] float32.
 
-    torch adds the squares of a float32 tensor on CPU one after another in float32: the norm of
-    60 million elements is 0.46 % too small. Here pieces are added in float64."""
+    torch adds squares on CPU in float32: the norm of 60 million elements is 0.46 % too small. Here
+    pieces are added in float64."""
     # Gradients with the same layout share the sums over ranks.
     by_layout: dict[Any, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
     for gradient in gradients:
@@ -205,11 +200,11 @@ class UpdateGuard:
     """Decides on the device which steps do not update the parameters, and counts them there.
 
     These are steps whose loss or gradient is not finite and, with a `loss_spike_factor`, those
-    whose loss exceeds that factor times the running mean of the losses before. If one rank of
-    `group` skips a step, all do.
+    whose loss exceeds that factor times the running mean of losses. If one rank of `group` skips a
+    step, all do.
 
-    Its tensors are [] float32 on `device`. `consecutive_skips` counts the steps since the last one
-    with an update; `loss_mean` is over the steps that had one, in nat, NaN before the first."""
+    Its tensors are [] float32. `consecutive_skips` counts the steps since the last update;
+    `loss_mean` is over the steps that had one, in nat, NaN before the first."""
 
     def __init__(
         self,
@@ -227,10 +222,8 @@ class UpdateGuard:
         self.loss_mean = torch.tensor(mean, device=device)
 
     def found_inf(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return 1 if this step must not update the parameters, else 0.
-
-        Equal on all ranks of the group, whatever their `loss` and `grad_norm`, [] float32. Does not
-        wait for the device."""
+        """Return 1 if this step must not update the parameters, else 0, on all ranks of the group
+        alike. `loss` and `grad_norm` are [] float32. Does not wait for the device."""
         good = loss.isfinite() & grad_norm.isfinite()
         if self._spike_factor:
             good &= ~(loss > self._spike_factor * self.loss_mean)  # false if the mean is NaN

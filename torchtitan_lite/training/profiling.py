@@ -19,7 +19,7 @@ SNAPSHOT_EVENTS = 100_000
 
 class Profiler:
     """Write a trace of the last steps of each period, and a memory snapshot after each period and
-    when the device runs out of memory. A context manager around the steps after `done_steps`."""
+    when memory runs out. A context manager around the steps after `done_steps`."""
 
     def __init__(
         self,

@@ -63,19 +63,16 @@ class Trainer:
         resume: Resume | None,
         watchdog: Watchdog,
     ) -> None:
-        """Build the parts of `job` and load the checkpoint `resume`, if any. A collective call.
-
-        `run_folder` is None on all ranks but 0, and on rank 0 if the caller needs no run folder.
-        """
+        """Build the parts of `job` and load the checkpoint `resume`, if any. `run_folder` is None
+        on all ranks but 0. A collective call."""
         self.job, self.config = job, job.config
         self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
         self.groups = build_groups(job.degrees, device_type=device.type)
 
         # Data, from the first sample that has not been trained on.
-        progress = NEW_RUN
+        progress = NEW_RUN if resume is None else resume.progress
         if resume is not None:
             check_resume(resume, job)
-            progress = resume.progress
         self.batches, self.validation_batches = build_batches(
             job, tokenizer, dp_rank=self.groups.dp_rank, progress=progress
         )
@@ -91,10 +88,7 @@ class Trainer:
         self.model = self.built.model
         self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
         self.guard = UpdateGuard(
-            self.config.training,
-            progress,
-            device=torch.device("cpu") if self.config.training.enable_cpu_offload else device,
-            group=self.groups.replicas,
+            self.config.training, progress, device=device, group=self.groups.replicas
         )
         self.checkpointer = build_checkpointer(
             job, self.model, self.optimizer, mesh=self.groups.mesh, device=device, resume=resume
@@ -165,8 +159,8 @@ class Trainer:
         """Train and log one step. Then, outside its time, validate, save and collect garbage."""
         config, first, last = self.config, step == self.first_step, step == self.last_step
 
-        # The step. In the first one, which compiles, check that float8 runs where the config asks
-        # for it. In later ones, measure float8's numerics when due.
+        # The step. In the first one, check that float8 runs where the config asks for it. In later
+        # ones, measure float8's numerics when due.
         measured = self.numerics.due(step) and not first
         observer = StepObserver() if first else contextlib.nullcontext()
         with self.numerics.observe() if measured else observer:
@@ -224,8 +218,9 @@ class Trainer:
         grad_norm = clip_gradients(
             self.model.parameters(), training.max_norm, stages=self.groups.stages
         )
-        found_inf = self.guard.found_inf(mean_loss.to(grad_norm.device), grad_norm)
-        step_unless(self.optimizer, found_inf)
+        parameter_device, grad_norm = grad_norm.device, grad_norm.to(self.device)  # CPU offload
+        found_inf = self.guard.found_inf(mean_loss, grad_norm)
+        step_unless(self.optimizer, found_inf.to(parameter_device))
         self.optimizer.zero_grad()
         update_scales(self.model, self.config.float8)
 
@@ -234,9 +229,9 @@ class Trainer:
             tokens=self.tokens,
             loss=mean_loss,
             loss_max=rank_losses.max(),
-            grad_norm=grad_norm.to(self.device),  # on CPU where parameters are offloaded
-            skipped_steps=self.guard.skipped_steps.to(self.device),
-            consecutive_skips=self.guard.consecutive_skips.to(self.device),
+            grad_norm=grad_norm,
+            skipped_steps=self.guard.skipped_steps,
+            consecutive_skips=self.guard.consecutive_skips,
             lr=lr,
             epochs=self.batches.corpus.epochs(self.batches.samples(step)),
             attention_share=share,
@@ -258,9 +253,8 @@ class Trainer:
         return document_values(of_ranks[:ranks], whole=whole)
 
     def next_batches(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Return this rank's next batches, as many as a step has, on its device, once all ranks
-        have theirs; fewer at the end. If one rank has an error, raises it on all ranks. Raises
-        `Stopped` after a signal or the time limit."""
+        """Return this rank's next batches, as many as a step has, or fewer at the end, on its
+        device. Raises an error of any rank, and `Stopped` after a signal or the time limit."""
         self.watchdog.at(self.step + 1, "data")
         taken, error = [], None
         try:
@@ -276,7 +270,7 @@ class Trainer:
         ]
 
     def agree_to_go_on(self, error: RunError | None) -> None:
-        """Let all ranks agree whether to go on, so that none waits for one that has left. Note
+        """Let all ranks agree whether to go on, so that none waits for one that has left, and
         whether one is asked to save."""
         self.watchdog.at(self.step + 1, "agreement")
         max_skips = self.config.training.max_consecutive_skips
