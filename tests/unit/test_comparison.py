@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_records import RECORD
+from sample_records import NO_RECORDS, RECORD
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.cli import run_command
@@ -56,13 +56,6 @@ def cells(table: str) -> list[list[str]]:
     return [row for row in rows if not row[0].startswith("--")]
 
 
-def insert_line(run: Path, line: str, *, at: int) -> None:
-    """Put a line into metrics.jsonl, with surrogates in it as bytes."""
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    lines.insert(at, line)
-    (run / "metrics.jsonl").write_text("\n".join([*lines, ""]), errors="surrogateescape")
-
-
 # ----- compare -----
 
 
@@ -95,10 +88,10 @@ def test_format_runs(runs: list[Path]) -> None:
     assert "last 4." in format_runs(read_runs(runs), last=9)
     same, off = ["+0.00 %", "0.00 %", "0.00 %"], ["+0.00 %", "10.00 %", "50.00 %"]
     titles = "run steps tokens final loss validation loss to first loss at most off grad norm at "
-    assert " ".join(cells(text)[0]) == titles + "most off tps times first mfu"
+    assert " ".join(cells(text)[0]) == titles + "most off tps times first mfu memory"
     assert cells(text)[1:] == [
-        ["bf16", "4", "4,000", "4.5000", "4.7500", *same, "100", "1.00", "40.0 %"],
-        ["float8", "6", "6,000", "4.5000", "n/a", *off, "150", "1.50", "20.0 %"],
+        ["bf16", "4", "4,000", "4.5000", "4.7500", *same, "100", "1.00", "40.0 %", "0.9 GiB"],
+        ["float8", "6", "6,000", "4.5000", "n/a", *off, "150", "1.50", "20.0 %", "0.9 GiB"],
     ]  # speeds are medians without the first step
 
 
@@ -106,7 +99,7 @@ def test_format_runs_has_na_for_unknown_figures(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", [5], mfu=[None])
     b = make_run(tmp_path / "b", [None, 4], mfu=[None, None])
     row = cells(format_runs(read_runs([a, b]), last=1))[-1]
-    assert row[3:] == ["n/a", "n/a", "n/a", "n/a", "0.00 %", "100", "n/a", "n/a"]
+    assert row[3:] == ["n/a", "n/a", "n/a", "n/a", "0.00 %", "100", "n/a", "n/a", "0.9 GiB"]
 
 
 def write_config(run: Path, *, recipe: str, seed: int) -> None:
@@ -115,26 +108,17 @@ def write_config(run: Path, *, recipe: str, seed: int) -> None:
     (run / "config.toml").write_text("\n".join(tables))
 
 
-def test_format_comparison_has_seeds_and_settings(tmp_path: Path) -> None:
-    losses = {"bf16-0": 5.0, "bf16-1": 6.0, "float8-0": 5.5, "float8-1": 6.6}
-    paths = [make_run(tmp_path / name, [8, loss]) for name, loss in losses.items()]
-    for path in paths:
-        recipe, _, seed = path.name.partition("-")
-        write_config(path, recipe=recipe, seed=int(seed))
-    figures, seeds, settings, curves = format_comparison(read_runs(paths), last=1).split("\n\n")[1:]
-    assert [row[0] for row in cells(figures)] == ["run", *losses]
-    assert cells(seeds)[1:] == [
-        ["bf16-0, bf16-1", "5.5000", "0.7071", "+0.00 %"],
-        ["float8-0, float8-1", "6.0500", "0.7778", "+10.00 %"],
-    ]
+def test_format_comparison_has_the_settings_that_differ(runs: list[Path]) -> None:
+    for run, recipe, seed in zip(runs, ("bf16", "float8"), (0, 1), strict=True):
+        write_config(run, recipe=recipe, seed=seed)
+    figures, settings, curves = format_comparison(read_runs(runs), last=2).split("\n\n")[1:]
+    assert [row[0] for row in cells(figures)] == ["run", "bf16", "float8"]
     assert cells(settings) == [
         ["run", "[float8] recipe_name", "[debug] seed"],
-        ["bf16-0", '"bf16"', "0"],
-        ["bf16-1", '"bf16"', "1"],
-        ["float8-0", '"float8"', "0"],
-        ["float8-1", '"float8"', "1"],
+        ["bf16", '"bf16"', "0"],
+        ["float8", '"float8"', "1"],
     ]
-    assert curves.endswith(f" --logdir {tmp_path}")
+    assert curves.endswith(f" --logdir {runs[0].parent}")
 
 
 def test_format_comparison_of_runs_without_a_config(runs: list[Path]) -> None:
@@ -162,48 +146,34 @@ def test_the_torn_line_of_a_live_run_is_left_out(runs: list[Path]) -> None:
     assert read_runs(runs)["float8"].figures["tokens"].tolist() == [1000, 2000, 3000, 4000, 5000]
 
 
-@pytest.mark.parametrize("content", ["", '{"step": 1, "tok'], ids=["empty", "torn"])
-def test_a_run_without_a_step_is_refused(runs: list[Path], content: str) -> None:
-    (runs[1] / "metrics.jsonl").write_text(content)
+def test_a_run_without_a_step_is_refused(runs: list[Path]) -> None:
+    (runs[1] / "metrics.jsonl").write_text('{"step": 1, "tok')
     with pytest.raises(ConfigError, match=r"float8/metrics\.jsonl: no step has been logged"):
         read_runs(runs)
 
 
 def test_of_a_token_count_that_is_there_twice_the_last_line_counts(runs: list[Path]) -> None:
-    line = json.dumps(replace(RECORD, tokens=2000, loss=7.0).to_json())
-    insert_line(runs[0], line, at=2)
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        print(json.dumps(replace(RECORD, tokens=2000, loss=7.0).to_json()), file=file)
     assert read_runs(runs)["bf16"].figures["loss"][1] == 7.0
     format_comparison(read_runs(runs), last=2)
 
 
-NO_RECORD = [
-    *("\x00", "[]", "3", '{"step": 3}', '{"step": "three"}', '{"step": 1' + "0" * 400 + "}"),
-    *("1" * 5000, "[" * 400 + "]" * 400, "[" * 100_000, "\udcff"),
-]
+NUMBERS = ('"1"', "[1]", "true", "1e999", "NaN", "1" + "0" * 400)
+LINE = json.dumps(RECORD.to_json())
+OTHERS = [re.sub('"loss": [^,]+', f'"loss": {number}', LINE) for number in NUMBERS]
 
 
 @pytest.mark.parametrize("at", [1, 4], ids=["within", "last"])
-@pytest.mark.parametrize("line", NO_RECORD, ids=range(len(NO_RECORD)))
-def test_a_line_that_is_no_record_is_refused(runs: list[Path], line: str, at: int) -> None:
-    insert_line(runs[0], line, at=at)
-    shown = repr(line[:60].replace("\udcff", "\ufffd"))
-    with pytest.raises(ConfigError, match=rf"metrics\.jsonl: line {at + 1} .*{re.escape(shown)}"):
-        read_runs(runs)
-
-
-FIGURES = ("step", "tokens", "loss", "grad_norm", "tps", "mfu")
-VALUES = ('"1"', "[1]", "1e999", "NaN", "1" + "0" * 400)
-
-
-@pytest.mark.parametrize(
-    ("figure", "value"),
-    [(figure, "true") for figure in FIGURES] + [("loss", value) for value in VALUES],
-)
-def test_a_figure_of_another_type_is_refused(runs: list[Path], figure: str, value: str) -> None:
-    line = json.dumps(RECORD.to_json())
-    insert_line(runs[0], re.sub(rf'"{figure}": [^,}}]+', f'"{figure}": {value}', line), at=1)
-    with pytest.raises(ConfigError, match="line 2 is not the record of a step"):
-        read_runs(runs)
+def test_lines_that_are_no_records_are_left_out_with_a_warning(runs, notices, at) -> None:
+    whole = read_runs(runs)["bf16"].figures["loss"].tolist()
+    notices.records.clear()
+    lines = (runs[0] / "metrics.jsonl").read_bytes().splitlines()
+    lines[at:at] = [*NO_RECORDS, *map(str.encode, OTHERS)]
+    (runs[0] / "metrics.jsonl").write_bytes(b"\n".join([*lines, b""]))
+    assert read_runs(runs)["bf16"].figures["loss"].tolist() == whole
+    warning = f"metrics.jsonl: lines .* left out: {len(NO_RECORDS + OTHERS)}"
+    assert re.search(warning, notices.messages[0])
 
 
 def test_a_broken_config_is_refused(runs: list[Path]) -> None:
@@ -224,13 +194,13 @@ def test_a_path_that_is_no_run_is_refused_without_waiting(runs, tmp_path, kind) 
     elif kind == "folder":
         path.mkdir()
     reason = "No such file" if kind in ("missing", "empty folder") else "is not a regular file"
-    with pytest.raises(ConfigError, match=rf"typo/metrics\.jsonl: {reason}.*; name a run folder"):
+    with pytest.raises(ConfigError, match=reason):
         read_runs([*runs, path.parent])
 
 
-@pytest.mark.parametrize("chosen", [[], [0], [0, 1, 0]])
-def test_two_different_runs_are_needed(runs: list[Path], chosen: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"two different runs .* got: (none|\S+/bf16)"):
+@pytest.mark.parametrize("chosen", [[], [0, 1, 0]])
+def test_different_runs_are_needed(runs: list[Path], chosen: list[int]) -> None:
+    with pytest.raises(ConfigError, match=r"needs different runs, and got: (none|\S+bf16)"):
         read_runs([runs[index] for index in chosen])
 
 

@@ -1,9 +1,9 @@
 """Compare runs at equal tokens.
 
 Prints for each run its final loss and the distance to the first run's, its validation loss, the
-largest differences of loss and gradient norm, tps and mfu; the mean over runs that differ in their
-seed only; the settings that differ; and the command that shows the curves. Equal tokens are token
-counts at which all runs logged a step; nothing is interpolated.
+largest differences of loss and gradient norm, tps, mfu and peak memory; the settings that differ;
+and the command that shows the curves. Equal tokens are token counts at which all runs logged a
+step; nothing is interpolated.
 """
 
 import argparse
