@@ -38,18 +38,19 @@ from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import read_json_object
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
-from torchtitan_lite.config import Float8Config, dump_config
+from torchtitan_lite.config import Float8Config
 from torchtitan_lite.metrics.hardware import device_name
 from torchtitan_lite.planner.measured import DATA_SHEET, VERSION
-from torchtitan_lite.tools.bench import DONE, STOPPED, Row, local_device, measure, plan_row
+from torchtitan_lite.tools.bench import ROWS, format_rows, row_words
 
 ROOT = Path(__file__).parents[2]
 KERNEL_TIMES = (str(Path(__file__).with_name("kernel_times.py")),)  # what Python runs
-OUT_OF_TIME = "its time was over"
+DONE, STOPPED, OUT_OF_TIME = "done", "stopped by a signal", "its time was over"
 END_S = 30.0
 """Seconds in which a part that is stopped can write what it has."""
 BUDGET_S = 1440.0  # with starts and ends below 25 minutes
 TOP_KERNELS = 25
+BENCH_ROWS = sorted(ROWS, key=lambda name: not name.endswith("compiled"))  # these first
 SWITCH = "scale_gradients_in_matmul"  # of [float8]: outer-vector scales in row-wise recipes
 Results = dict[str, Any]
 
@@ -93,34 +94,30 @@ def read_tests(folder: Path) -> Results:
 
 
 def run_rows(folder: Path, seconds: float) -> list[str]:
-    """Command of the benchmark's 8B rows."""
-    words = ["--only", "8B", "--budget", f"{seconds:.0f}", "--out", str(folder / "bench.json")]
-    return [sys.executable, "-m", "torchtitan_lite", "bench", *words]
+    """Command of the benchmark."""
+    words = ["bench", *BENCH_ROWS, "--out", str(folder / "bench")]
+    return [sys.executable, "-m", "torchtitan_lite", *words]
 
 
 def read_rows(folder: Path) -> Results:
-    """The rows of the benchmark's report."""
-    report = read_json_object(folder / "bench.json")
-    return {"rows": report["rows"], "skipped": report["skipped"]}
+    """The table of the rows that logged a step."""
+    runs = [folder / "bench" / name for name in BENCH_ROWS]
+    return {"table": format_rows([run for run in runs if (run / "metrics.jsonl").exists()])}
 
 
-def train_row(part: str, recipe: str, *options: str) -> Callable[[Path, float], list[str]]:
-    """Command that trains the 8B row of `recipe` with `options` in a folder called `part`."""
+def train_row(part: str, row: str, *options: str) -> Callable[[Path, float], list[str]]:
+    """Command that trains a row of the benchmark with `options` in a folder called `part`."""
 
     def command(folder: Path, seconds: float) -> list[str]:
-        row, _ = plan_row(Row("8B", 32, 8192, 1, "op", True, recipe), local_device())
-        config = folder / f"{part}.toml"
-        config.write_text(dump_config(row.config))
-        words = ["--job.config_file", str(config), "--job.dump_folder", str(folder / part)]
+        words = [*row_words(row, (), on="GPU"), f"--job.dump_folder={folder / part}"]
         return torchrun(["-m", "torchtitan_lite.train", *words, *options], processes=1)
 
     return command
 
 
 def read_scaled(folder: Path) -> Results:
-    """The figures of a row in the benchmark."""
-    lines = (folder / "scaled/metrics.jsonl").read_text().splitlines()
-    return measure([json.loads(line) for line in lines])
+    """The table of that row."""
+    return {"table": format_rows([folder / "scaled"])}
 
 
 def read_profile(folder: Path) -> Results:
@@ -144,9 +141,11 @@ PARTS = {
     "kernels": Part(0.16, time_kernels, read_kernels),
     "tests": Part(0.26, run_tests, read_tests),
     "rows": Part(0.36, run_rows, read_rows),
-    "scaled": Part(0.1, train_row("scaled", "rowwise", f"--float8.{SWITCH}"), read_scaled),
+    "scaled": Part(0.1, train_row("scaled", "rowwise_compiled", f"--float8.{SWITCH}"), read_scaled),
     "profile": Part(
-        0.12, train_row("profile", "tensorwise", "--profiling.enable_profiling"), read_profile
+        0.12,
+        train_row("profile", "tensorwise_compiled", "--profiling.enable_profiling"),
+        read_profile,
     ),
 }
 if SWITCH not in Float8Config.model_fields:

@@ -8,10 +8,7 @@ from kernel_times import COMPARED, MATMULS
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.catalog.devices import lookup_device
 from torchtitan_lite.planner.constants import constants_of
-from torchtitan_lite.tools.bench import DONE
 
-ROW_FIGURES = {"tps": ",.0f", "bf16_ratio": ".3f", "tflops": ".4g", "mfu": ".1f"}
-ROW_FIGURES |= {"memory_gib": ".1f", "predicted_tps": ",.0f", "predicted_memory_gib": ".1f"}
 NAME_WIDTH = 72  # of a kernel's name
 Results = Mapping[str, Any]
 
@@ -106,24 +103,12 @@ def _tests(part: Results) -> list[str]:
 
 
 def _rows(part: Results) -> list[str]:
-    done = [row for row in part["rows"] if row["status"] == DONE]
-    rows = [
-        [row["name"], *(_cell(row.get(name), form) for name, form in ROW_FIGURES.items())]
-        for row in done
-    ]
-    others = [row for row in [*part["rows"], *part["skipped"]] if row.get("status") != DONE]
-    texts = [_table(("row", *ROW_FIGURES), rows)] if rows else []
-    return texts + [f"{row['name']}: {row['reason']}" for row in others]
+    return [part["table"]]
 
 
 def _scaled(part: Results) -> list[str]:
-    """Compare with the row in rowwise."""
-    figures = (f"{name} {_cell(part.get(name), form)}" for name, form in ROW_FIGURES.items())
-    return [f"8B in rowwise with its gradients scaled in their matmuls: {', '.join(figures)}"]
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+    """To compare with the row in rowwise."""
+    return [f"rowwise with its gradients scaled in their matmuls:\n{part['table']}"]
 
 
 def _profile(part: Results) -> list[str]:

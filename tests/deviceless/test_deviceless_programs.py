@@ -1,4 +1,4 @@
-"""Checkpoints from pinned memory, the quick benchmark, and the kernels of a GPU day."""
+"""Checkpoints from pinned memory, rows of the benchmark, and the kernels of a GPU day."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,7 @@ from running import PROGRAM, SMALL, float8_matmuls, run, train
 
 from torchtitan_lite.planner.measured import add_measured
 from torchtitan_lite.planner.plan import find_device
+from torchtitan_lite.run.status import read_status
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]
 
@@ -26,13 +27,11 @@ def test_async_with_pinned_mem_saves_what_a_run_resumes_from(tmp_path: Path) -> 
 
 
 # ----- bench -----
-def test_bench_measures_all_of_its_quick_rows(tmp_path: Path) -> None:
-    out = tmp_path / "bench.json"
-    words = ["bench", "--quick", "--budget", "840", "--out", str(out)]
-    run(tmp_path, str(PROGRAM), *words, timeout=870)
-    report = json.loads(out.read_text())
-    assert [(row["status"], row.get("reason")) for row in report["rows"]] == [("done", "")] * 4
-    assert report["skipped"] == []
+def test_bench_trains_its_rows(tmp_path: Path) -> None:
+    rows = ["bf16_compiled", "tensorwise_compiled", "bf16", "tensorwise"]
+    run(tmp_path, str(PROGRAM), "bench", *rows, "--out", str(tmp_path / "out"), timeout=870)
+    states = [read_status(tmp_path / "out" / row).state for row in rows]
+    assert states == ["done"] * 4
 
 
 # ----- gpu_day, kernel_times, add_measured -----

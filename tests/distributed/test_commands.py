@@ -41,10 +41,9 @@ INSTEAD = {
     f"{MAKE} my_texts/ stores/mine {LLAMA}": f"{MAKE} my_texts/ stores/mine",
     f"{INSPECT} {LLAMA} --window 40": f"{INSPECT} --window 40",
     # The benchmark takes minutes; tests/distributed/test_bench_runs.py runs some of its rows.
-    f"{BENCH} --out bench.json": f"{BENCH} --help",
-    f"{BENCH} --quick": f'{BENCH} --quick --dry-run --device "H100 SXM"',
-    f'{BENCH} --only "8B compiled"': f'{BENCH} --only "8B compiled" --dry-run --device "H100 SXM"',
-    f"{BENCH} --check bench.json": f"{BENCH} --help",
+    BENCH: f"{BENCH} --help",
+    f"{BENCH} bf16_compiled tensorwise_compiled --out outputs/compiled": f"{BENCH} --help",
+    f"{BENCH} bf16 tensorwise --job.config_file llama3_1b": f"{BENCH} --help",
 }
 """What is run in place of commands that cannot run everywhere."""
 BEFORE = {

@@ -1,58 +1,46 @@
 """Benchmark training on this machine: bf16 and float8, compiled and eager.
 
-Without options it runs all rows that fit the time budget. --dry-run needs no GPU.
+Each row is a run of 12 steps in a process and a folder of its own, and the table compares them:
+each row's tps over the first row's, its mfu and its memory. Without --job.config_file, rows train
+8B with 16 layers on a GPU, and the debug model on a CPU. Overrides hold for all rows.
 
-Exit codes: 1 if a ratio is lower than in --check, or no row is done, 75 stopped by a signal.
+Exit codes: 1 if no row is done, 75 stopped by a signal.
 """
 
 import argparse
 from pathlib import Path
 
-from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RunError
+from torchtitan_lite.tools.bench import ROWS, format_rows, run_rows
+
+from .parser import Parser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    option = parser.add_argument
-    option("--quick", action="store_true", help="run the most important rows only")
-    option("--only", default="", metavar="WORDS", help="run rows whose names have all these words")
-    option(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="time to take (default: 525, --quick 240; on a CPU 300, 180)",
-    )
-    option("--out", type=Path, metavar="FILE", help="write JSON, after every row")
-    option("--check", type=Path, metavar="FILE", help="compare with this earlier --out FILE")
-    option(
-        "--tolerance",
-        type=float,
-        metavar="PCT",
-        help="percent by which a ratio may be lower than in --check (default: 5, on a CPU 50)",
-    )
-    option("--dry-run", action="store_true", help="print the rows and their predictions only")
-    option("--device", help="GPU of --dry-run (default: the one at hand)")
+def add_arguments(parser: Parser) -> None:
+    """Add the options, and every key of the config."""
+    parser.add_keys()
+    names = f"rows to run, in this order (default: all): {', '.join(ROWS)}"
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=names)
+    out = Path("outputs/bench")
+    text = f"folder that gets a run folder and a log for each row (default: {out})"
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help=text)
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Raise ConfigError for options that contradict each other."""
-    if options.dry_run and (options.out or options.check):
-        raise ConfigError("--out and --check need rows that run; leave them or --dry-run out.")
-    if options.device and not options.dry_run:
-        raise ConfigError(f'--device "{options.device}" is for --dry-run; leave it out.')
-    if options.tolerance is not None and not (options.check and 0 <= options.tolerance < 100):
-        raise ConfigError(
-            f"--tolerance {options.tolerance:g} needs --check, and must be at least 0 and below 100"
-        )
-    if options.budget is not None and not 0 < options.budget <= 1e9:
-        raise ConfigError(f"--budget {options.budget:g} must be a number of seconds above 0")
-    if options.out and not options.out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}.")
+def run(args: argparse.Namespace) -> int:
+    """Run the rows, print their table, and return the exit code. Raises RunError."""
+    names = list(dict.fromkeys(args.rows)) or list(ROWS)
+    if unknown := [name for name in names if name not in ROWS]:
+        raise ConfigError(f"{unknown[0]} is not a row; the rows are {', '.join(ROWS)}.")
+    import torch  # takes seconds
 
-
-def run(options: argparse.Namespace) -> int:
-    """Run the benchmark and return the exit code. Raises RunError."""
-    check_options(options)
-    from torchtitan_lite.tools.bench_rows import run_options  # torch takes seconds to import
-
-    return run_options(options)
+    on = "GPU" if torch.cuda.is_available() else "CPU"
+    done, is_stopped = run_rows(names, args.overrides, on=on, out=args.out.absolute())
+    if done:
+        print(format_rows(done))
+        if on == "CPU":
+            print("\nFloat8 is emulated on a CPU: its rows show that it runs, not what it gains.")
+    if is_stopped:
+        return STOPPED_EXIT_CODE
+    if not done:
+        raise RunError("no row is done")
+    return 0
