@@ -1,4 +1,4 @@
-"""Build each part of a run from its job, but for the model: batches, checkpointer, metrics."""
+"""Build each part of a run from its job: batches, model and checkpointer, metrics."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -30,7 +30,7 @@ from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer
-from torchtitan_lite.float8.convert import has_float8_units
+from torchtitan_lite.float8.convert import has_float8_units, update_scales
 from torchtitan_lite.metrics.base_writer import Writer, WrittenRun
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks
@@ -38,6 +38,9 @@ from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.records import last_losses
 from torchtitan_lite.metrics.stage_times import StageTimes
 from torchtitan_lite.metrics.writers import build_writers
+
+from .model import BuiltModel, build_model
+from .optim import build_optimizer
 
 # ----- Data and checkpoints -----
 
@@ -118,6 +121,20 @@ def build_batches(
         dp_rank=dp_rank,
         dp_degree=job.degrees.dp,
     )
+
+
+def build_loaded_model(
+    job: Job, mesh: DeviceMesh, *, device: torch.device, resume: Resume | None
+) -> tuple[BuiltModel, torch.optim.Optimizer, Checkpointer]:
+    """Build the model, its optimizer and their Checkpointer; load what that loads, and compute the
+    float8 scales of the weights. A collective call."""
+    built = build_model(job, mesh, device=device)
+    optimizer = build_optimizer(built.model.parameters(), job.config.optimizer)
+    checkpointer = build_checkpointer(
+        job, built.model, optimizer, mesh=mesh, device=device, resume=resume
+    )
+    update_scales(built.model, job.config.float8)
+    return built, optimizer, checkpointer
 
 
 def build_checkpointer(

@@ -33,13 +33,13 @@ from torchtitan_lite.run.watchdog import Watchdog
 
 from .build import (
     build_batches,
-    build_checkpointer,
     build_course,
+    build_loaded_model,
     build_metrics,
     check_resume,
 )
-from .model import build_microbatches, build_model
-from .optim import UpdateGuard, build_optimizer, clip_gradients, step_unless
+from .model import build_microbatches
+from .optim import UpdateGuard, clip_gradients, step_unless
 from .profiling import Profiler
 from .samples import Samples
 
@@ -83,17 +83,14 @@ class Trainer:
         self.tokens, self.save_wanted = progress.tokens, False
         self.course = build_course(job, resume, last_step=self.last_step)
 
-        # Model, optimizer and guard; the checkpoint, then the float8 scales of its weights.
-        self.built = build_model(job, self.groups.mesh, device=device)
+        # Model, optimizer, the checkpoint in both, and the guard.
+        self.built, self.optimizer, self.checkpointer = build_loaded_model(
+            job, self.groups.mesh, device=device, resume=resume
+        )
         self.model = self.built.model
-        self.optimizer = build_optimizer(self.model.parameters(), self.config.optimizer)
         self.guard = UpdateGuard(
             self.config.training, progress, device=device, group=self.groups.replicas
         )
-        self.checkpointer = build_checkpointer(
-            job, self.model, self.optimizer, mesh=self.groups.mesh, device=device, resume=resume
-        )
-        update_scales(self.model, self.config.float8)
 
         # Measurements, and what runs the model under them.
         freq = self.config.float8.log_numerics_freq
