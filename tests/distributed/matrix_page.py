@@ -13,20 +13,10 @@ from itertools import product
 from pathlib import Path
 
 import matrix
-from launching import FOLDER, read_losses
-
-from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.config import load_config
+from launching import read_losses
 
 STEPS = 20
 Cells = Sequence[matrix.Cell]
-REFUSED = [
-    (*matrix.FLOAT8_GATHER, "--float8.recipe_name=rowwise"),
-    (*matrix.FLOAT8_GATHER, "--float8.recipe_name=rowwise_with_gw_hp"),
-    (matrix.FLOAT8, matrix.PRECOMPUTE),
-    (f"{matrix.TP}=2", "--parallelism.enable_async_tensor_parallel"),
-]
-"""What the config refuses of combinations that the tables lack."""
 HEAD = """# What trains as one process does
 
 Trained on {date} by `python tests/distributed/matrix_page.py FOLDER > docs/float8_matrix.md` on
@@ -121,15 +111,6 @@ def vocabulary_table(folder: Path) -> str:
     return table(["vocabulary", "tensor parallelism", *names], rows)
 
 
-def refusal(arguments: Sequence[str]) -> str:
-    """What the config is told that refuses `arguments`."""
-    try:
-        load_config(["--job.config_file", str(FOLDER / "matrix.toml"), *arguments], world_size=2)
-    except ConfigError as error:
-        return str(error).replace("\n", "<br>")
-    raise AssertionError(f"{arguments} are not refused")
-
-
 def context_section(cells: Cells, folder: Path) -> str:
     """What came of `cells`, those of ranks that share sequences."""
     return f"""## Context parallelism
@@ -180,7 +161,6 @@ def page(folder: Path, context: Cells, pipelines: Cells, *, steps: int) -> str:
     facts |= {"date": trained_on(cells, folder), "machine": machine(), "steps": steps}
     facts |= {"tolerance": matrix.TOLERANCE, "norm_tolerance": matrix.NORM_TOLERANCE}
     head = HEAD.format(**facts)
-    refused = [[f"`{' '.join(arguments)}`", refusal(arguments)] for arguments in REFUSED]
     return f"""{head}
 {matrix_table(cells, folder)}
 {largest(cells, folder)} The losses fall, alone: {falls(cells, folder)}.
@@ -192,10 +172,7 @@ def page(folder: Path, context: Cells, pipelines: Cells, *, steps: int) -> str:
 Three steps of tensorwise float8 with vocabularies that tensor parallelism splits unevenly, or not
 into multiples of 16; and with one whose projection, `output`, is converted too.
 
-{vocabulary_table(folder)}
-## Refused
-
-{table(["arguments", "message"], refused)}"""
+{vocabulary_table(folder)}"""
 
 
 def main() -> None:
