@@ -51,14 +51,11 @@ def test_checkpoints_are_found(run):
         ("missing", r"missing is missing; .* holds .*/other, .*/run: name one\.$"),
         ("checkpoint/step-00000010", r"step-00000010 is missing; .* holds .*/run: name one\.$"),
         ("run/checkpoint/step-00000030", r"30 is missing; .* holds .*10, .*20: name one\.$"),
-        ("hf", r"hf is a Hugging Face model; .*-lite convert import .*/hf NEW_FOLDER\.$"),
         ("runs", r"runs holds .*/previous/2026: name one"),
     ],
 )
 def test_what_is_near_is_named(run, name, message):
     write_checkpoint(run.parent / "other/checkpoint", 10)
-    (run.parent / "hf").mkdir()
-    (run.parent / "hf/config.json").touch()
     if name == "runs":
         write_checkpoint(run.parent / "runs/previous/2026/checkpoint", 10)
     with pytest.raises(CheckpointError, match=message):

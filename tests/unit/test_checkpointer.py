@@ -196,7 +196,7 @@ def test_weights_alone_start_a_new_run(tmp_path):
     refuses_weights(new, path, "contents have changed")
     refuses_weights(new, tmp_path / "nowhere", "nowhere is missing")
     (tmp_path / "config.json").touch()
-    refuses_weights(new, tmp_path, r"config\.json cannot be imported: not JSON")
+    refuses_weights(new, tmp_path, r"config\.json cannot be loaded: not JSON")
 
 
 def test_loaded_weights_are_converted_and_refused_if_not_finite(tmp_path):

@@ -2,25 +2,31 @@
 them into shards."""
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from sample_llamas import ARGS, EACH_FAMILY, FAMILIES, build_hf, logit_difference
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_hostile import edits
+from sample_llamas import ARGS, EACH_FAMILY, FAMILIES, build_hf, config_of, logit_difference
+from torch import Tensor
 
 from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.checkpoint.folders import find_kind
-from torchtitan_lite.checkpoint.hf_folder import load_hf, model_settings
+from torchtitan_lite.checkpoint.hf_folder import INDEX, HfReader, load_hf, model_settings
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config import ModelConfig, resolve_model
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.tools.generate import open_source
 
 TIED = FAMILIES["Llama 3.2"]
+DEBUG_ARGS = replace(FLAVORS["debugmodel_gqa"], vocab_size=300, max_seq_len=48)
 
 
 @pytest.fixture(autouse=True)
@@ -90,40 +96,119 @@ def test_another_model_is_refused_with_the_keys_to_set(tmp_path, changes, differ
         loaded(tmp_path, replace(TIED, **changes))  # type: ignore[arg-type]
 
 
-def test_a_tensor_in_two_files_is_read_from_the_one_in_the_index(tmp_path):
+def test_a_tensor_is_read_from_the_file_that_the_index_names(tmp_path):
     llama = build_hf(ARGS)
     llama.save_pretrained(tmp_path, max_shard_size="50KB")
-    index = tmp_path / "model.safetensors.index.json"
-    places = json.loads(index.read_text())["weight_map"]
+    places = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     last, name = tmp_path / max(places.values()), min(places, key=places.__getitem__)
     stale = safetensors.torch.load(last.read_bytes())
     stale[name] = torch.zeros_like(llama.state_dict()[name])
     safetensors.torch.save_file(stale, last, metadata={"format": "pt"})
     assert logit_difference(loaded(tmp_path, ARGS), llama) < 1e-5
-
-    first = places.pop(name)
-    index.write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(
-        CheckpointError, match=f"{name} is in {first} and in {last.name}, and .*index"
-    ):
-        loaded(tmp_path, ARGS)
-    index.write_text(json.dumps({"weight_map": places | {name: last.name}}))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places | {name: last.name}}))
     assert logit_difference(loaded(tmp_path, ARGS), llama) > 1e-5
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    (("config.json", "pytorch_model.bin"), r"in pytorch_model.bin, .* AutoModelForCausalLM .*'{}'"),
-    (("config.json", "pytorch_model-00001-of-00002.bin"), "00002.bin, which can run code"),
-    (("adapter_config.json", "adapter_model.safetensors"), r"{} is a LoRA .*\('{}'\)\.merge"),
-])  # fmt: skip
-def test_weights_of_another_form_are_refused_with_the_command(tmp_path, files, message):
+@pytest.mark.parametrize("files", [("config.json", "pytorch_model.bin"), ("adapter.safetensors",)])
+def test_weights_of_another_form_are_refused_with_the_fix(tmp_path, files):
     for name in files:
-        (tmp_path / name).write_text("{}")
+        (tmp_path / name).write_text(json.dumps(config_of(ARGS)))
     assert find_kind(tmp_path) == "Hugging Face"
-    message = message.replace("{}", str(tmp_path))
-    for read in (lambda: loaded(tmp_path, ARGS), lambda: open_source(tmp_path)):
-        with pytest.raises(CheckpointError, match=message):
-            read()
+    with pytest.raises(CheckpointError, match="No such file .* save_pretrained writes one of pick"):
+        loaded(tmp_path, ARGS)
+
+
+@pytest.fixture
+def hf_dir(tmp_path):
+    """A model of transformers' own with the dimensions of debugmodel_gqa."""
+    build_hf(DEBUG_ARGS).save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+# ----- HfReader: broken models -----
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_weights(folder: Path, **changes: Tensor | None) -> None:
+    path = folder / "model.safetensors"
+    weights: dict[str, Any] = safetensors.torch.load(path.read_bytes()) | changes
+    kept = {name: weight for name, weight in weights.items() if weight is not None}
+    safetensors.torch.save_file(kept, path, metadata={"format": "pt"})
+
+
+def truncate(path: Path, to: int = -1) -> None:
+    os.truncate(path, to % path.stat().st_size)
+
+
+def split(folder: Path, file: str) -> None:
+    """Rename the model's file, and write an index that names `file`."""
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+
+
+CONFIG, ONE = "config.json", "model.safetensors"
+HEAD, NORM = "lm_head.weight", "model.norm.weight"
+STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / CONFIG).unlink(), "config.json cannot be read: No such file .*; name the"),
+        (lambda d: (d / CONFIG).write_text("{"), "config.json cannot be loaded: not JSON: "),
+        (lambda d: (d / CONFIG).write_text("[]"), "config.json cannot .*: not a JSON object"),
+        (lambda d: edit_config(d, mlp_bias=True), "config.json cannot be loaded: mlp_bias = "),
+        (lambda d: edit_config(d, num_hidden_layers=5), r"s.5.input\S+ missing -> \[256\]; "),
+        (lambda d: edit_config(d, num_hidden_layers=10**9), "n_layers is 10{9}, .* 57 weights"),
+        (lambda d: edit_config(d, tie_word_embeddings=True), f"{HEAD}: tied to .* -> another"),
+        (lambda d: edit_config(d, vocab_size=301), rf"{HEAD}: \[301, 256\] -> \[300, 256\]"),
+        (lambda d: edit_weights(d, **{HEAD: None}), rf"{CONFIG} .*: {HEAD}: .* -> missing"),
+        (lambda d: edit_weights(d, **{NORM: torch.zeros(256).double()}), r"float16 -> float64"),
+        (lambda d: edit_weights(d, **STRANGERS), r"extra07: missing -> \[1\]; and 15 more"),
+        (lambda d: (d / ONE).unlink(), f"{INDEX} cannot be read: No such file"),
+        (lambda d: truncate(d / ONE), f"{ONE} cannot be loaded: "),
+        (lambda d: truncate(d / ONE, to=0), f"{ONE} cannot be loaded: "),
+        (lambda d: split(d, "b.safetensors"), "b.safetensors cannot be read"),
+        (lambda d: split(d, "../hf/part.safetensors"), "../hf/part.safetensors is not a file's"),
+        (lambda d: (d / ONE).rename(d / INDEX), f"{INDEX} cannot be loaded: "),
+    ],
+)
+def test_broken_models_are_refused(hf_dir, damage, message):
+    damage(hf_dir)
+    with pytest.raises(CheckpointError, match=message):
+        HfReader(hf_dir)
+
+
+def refusal(folder: Path) -> str:
+    """Why the model in `folder` is not read."""
+    with pytest.raises(CheckpointError) as caught:
+        HfReader(folder)
+    return str(caught.value)
+
+
+SOUND = config_of(DEBUG_ARGS)
+PARTS = {"metadata": {"total_size": 8}, "weight_map": {"a": "a.safetensors", "b": "b"}}
+
+
+@given(st.tuples(edits(SOUND), st.just(PARTS)) | st.tuples(st.just(SOUND), edits(PARTS)))
+@settings(max_examples=150)
+def test_any_value_in_a_config_or_an_index_is_read_or_refused(tmp_path_factory, files):
+    folder = tmp_path_factory.mktemp("hostile")
+    for name, fields in zip((CONFIG, INDEX), files, strict=True):
+        (folder / name).write_text(json.dumps(fields))
+    assert len(refusal(folder)) < 2000  # the weights are missing
+
+
+@pytest.mark.parametrize("kind", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+@pytest.mark.parametrize("name", [CONFIG, ONE, INDEX])
+def test_only_regular_files_are_read(hf_dir, name, kind):
+    (hf_dir / (CONFIG if name == CONFIG else ONE)).unlink()
+    kind(hf_dir / name)
+    assert f"{name} cannot be loaded: is not a regular file; " in refusal(hf_dir)
 
 
 # ----- model_settings -----

@@ -34,7 +34,7 @@ ANY_STEP = "*/*/step-" + 8 * "[0-9]"
 KINDS = {
     "torchtitan_lite": (MANIFEST, "rank-*.json"),
     "torchtitan": (".metadata",),
-    "Hugging Face": ("config.json", "*.safetensors", "adapter_config.json"),
+    "Hugging Face": ("config.json", "*.safetensors"),
 }
 """Who wrote a folder of weights: the first kind with a pattern that the name of a file matches."""
 MOST_NAMED = 8
@@ -256,10 +256,6 @@ def explain(path: Path, reason: str) -> str:
     unless the path is missing or is something else. Then it names checkpoints or runs nearby."""
     if (path / MANIFEST).exists():
         return f"{path} {reason}"
-    if (path / "config.json").is_file():
-        command = f"torchtitan-lite convert import {path} NEW_FOLDER"
-        return f"{path} is a Hugging Face model; make a checkpoint of it: {command}"
-
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     found: list[Path] = []
     if there == path or there != there.parent:  # not "/" or "." for whatever is missing

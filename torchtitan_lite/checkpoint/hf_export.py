@@ -1,4 +1,4 @@
-"""Convert a checkpoint's weights to a Hugging Face model, and such a model to a checkpoint."""
+"""Export a checkpoint's weights as a Hugging Face model."""
 
 import functools
 import json
@@ -7,45 +7,29 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import sentencepiece
-import tomli_w
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from torchtitan_lite.base.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.base.files import fsync_folder, replace_file
 from torchtitan_lite.base.jsonfile import parse_toml, read_json_object
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import ModelArgs
-from torchtitan_lite.config import show_settings
-from torchtitan_lite.data.tokenizer import (
-    FILES_OF_A_FOLDER,
-    TIKTOKEN_LINE,
-    Tokenizer,
-    build_tokenizer,
-)
+from torchtitan_lite.data.tokenizer import TIKTOKEN_LINE, Tokenizer, build_tokenizer
 from torchtitan_lite.models.hf_llama import hf_config, hf_names, to_hf
 from torchtitan_lite.models.init import all_finite
 
-from .checkpointer import write_tensors
-from .folders import naming, storage_errors
-from .hf_folder import (
-    DTYPES,
-    INDEX,
-    PREFIX,
-    SINGLE,
-    HfReader,
-    hf_errors,
-    model_settings,
-    open_weights,
-)
-from .manifest import CheckpointManifest, TensorEntry, hash_file, write_manifest
-from .matching import listed
+from .folders import naming, storage_errors, unwritable
+from .hf_folder import INDEX, PREFIX, SINGLE, open_weights
+from .manifest import CheckpointManifest, TensorEntry
 from .reading import SafeReader
-from .state import count_not_finite
 
 FRAME = {"add_bos_token": True, "add_eos_token": False}
 """Settings of an exported tokenizer. As in training, a text begins with BOS; EOS would end a
@@ -63,14 +47,14 @@ def export_hf(
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face model into a new folder.
 
-    One tensor is in memory at a time. Raises CheckpointError unless every byte of the checkpoint
-    verifies; ConfigError if `out_dir` is not empty; StorageError if the disk fails."""
+    One file is in memory at a time. Raises CheckpointError unless every byte of the checkpoint
+    verifies; ConfigError if `out_dir` exists; StorageError if the disk fails."""
     with new_folder(out_dir) as draft:
         with naming(step_dir, fix="; export another step."):
             reader, args = open_weights(step_dir, hashes=True)
             weights = {
                 name: saved if dtype == "keep" else replace(saved, dtype=dtype)
-                for name, saved in reader.manifest.tensors.items()
+                for name, saved in reader.tensors.items()
                 if name.startswith(PREFIX)
             }
             write_weights(reader, draft, args, weights, max_shard_bytes=max_shard_bytes)
@@ -89,59 +73,18 @@ def export_hf(
     logger.info(f"{out_dir}: {len(weights)} tensors of step {step}, {config['torch_dtype']}")
 
 
-def import_hf(hf_dir: Path, out_dir: Path) -> None:
-    """Write the weights of a Hugging Face model as a checkpoint into a new folder, in their types.
-
-    One tensor is in memory at a time. Raises CheckpointError for a model that is broken or is not a
-    Llama; ConfigError if `out_dir` is not empty; StorageError if the disk fails."""
-    with new_folder(out_dir) as draft:
-        reader = HfReader(hf_dir)
-        with hf_errors(hf_dir / "config.json"):
-            settings = model_settings(reader.args)
-        counts = {
-            name: count
-            for name in reader.entries
-            for count in count_not_finite({name: reader.read(name)}).values()
-        }
-        if counts:
-            bad = listed([f"{name} ({count} values)" for name, count in counts.items()])
-            raise CheckpointError(f"{hf_dir} has weights that are NaN or infinite: {bad}.")
-
-        state = {
-            name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-            for name, entry in reader.entries.items()
-        }
-        write_tensors(state, draft, read=reader.read)
-
-        if any((hf_dir / name).is_file() for name in FILES_OF_A_FOLDER):
-            settings["tokenizer_path"] = str(hf_dir.resolve())
-        manifest = CheckpointManifest(
-            world_size=1,
-            model=asdict(reader.args),
-            config=tomli_w.dumps({"model": settings}),
-            files={path.name: hash_file(path) for path in sorted(draft.iterdir())},
-            tensors=reader.entries,
-        )
-        write_manifest(draft, manifest)
-    logger.info(
-        f"{out_dir}: {len(state)} tensors; to train from it set [model] {show_settings(settings)} "
-        f'and [checkpoint] initial_load_path = "{out_dir}"'
-    )
-
-
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Create a folder that is renamed to `target`, durably, at the end of the block, and removed if
     the block raises. Raises ConfigError if `target` or the draft of a killed call is in the way;
     StorageError if the disk fails."""
     target = target.resolve()
-    draft = target.parent / f".tmp-{target.name}"  # the root of all folders has no name
-    with storage_errors(target):
-        is_empty = target.is_dir() and not any(target.iterdir())
-        for path in (draft, target):
-            if path.exists() and not (path == target and is_empty):
-                raise ConfigError(f"{path} exists; remove it, or write to another folder.")
+    draft = target.parent / f".tmp-{target.name}"
+    for path in (target, draft):  # the root of all folders, without a name, is a target
+        if path.exists():
+            raise ConfigError(f"{path} exists; remove it, or write to another folder.")
 
+    with storage_errors(target):
         draft.mkdir(parents=True)
         try:
             yield draft
@@ -157,20 +100,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         fsync_folder(target.parent)
 
 
-def plan_shards(sizes: Mapping[str, int], *, max_bytes: int) -> list[list[str]]:
-    """Split tensors of these `sizes` in bytes, in order, into files of at most `max_bytes`, and
-    return the names in each; a larger tensor has a file of its own."""
-    shards: list[list[str]] = []
-    room = 0
-    for name, size in sizes.items():
-        if size > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(name)
-        room -= size
-    return shards
-
-
 def write_weights(
     reader: SafeReader,
     folder: Path,
@@ -181,52 +110,40 @@ def write_weights(
 ) -> None:
     """Write the weights of a checkpoint, each in its type of `weights`, into one file, or into
     several files with an index."""
-    names = hf_names(args, prefix=PREFIX)
-    sizes = {name: size_of(weights[name]) for name in names}
-    shards = plan_shards(sizes, max_bytes=max_shard_bytes)
+    names, room, total = hf_names(args, prefix=PREFIX), 0, 0
+    shards: list[list[str]] = []
+    for name in names:
+        size = math.prod(weights[name].shape) * getattr(torch, weights[name].dtype).itemsize
+        if size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+        total += size
+
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file = SINGLE if len(shards) == 1 else several
-        write_safetensors(folder / file, {name: weights[name] for name in shard}, reader, args)
-        files |= {names[name]: file for name in shard}
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else SINGLE
+        tensors = {names[name]: read_weight(reader, name, args, weights[name]) for name in shard}
+        try:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            # safetensors lets the owner alone read it.
+            (folder / file).chmod(folder.stat().st_mode & 0o666)
+        except SafetensorError as error:  # tensors as these fail on the disk only
+            raise unwritable(folder / file, f"{error}; make room") from error
+        files |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": files}
-        write_json(folder / INDEX, index)
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
 
-def write_safetensors(
-    path: Path, weights: Mapping[str, TensorEntry], reader: SafeReader, args: ModelArgs
-) -> None:
-    """Write one file of an exported model: the length of its header, the header, the weights.
-
-    The format is that of https://huggingface.co/docs/safetensors, whose own function needs all
-    weights of a file in memory."""
-    names, end = hf_names(args, prefix=PREFIX), 0
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    # Wider types first, so that each weight is aligned to its type.
-    order = sorted(weights, key=lambda name: -getattr(torch, weights[name].dtype).itemsize)
-    for name in order:
-        entry, start, end = weights[name], end, end + size_of(weights[name])
-        place = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": (start, end)}
-        header[names[name]] = place
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            weight = to_hf(name, reader.read_whole([name])[name], args)
-            weight = weight.to(getattr(torch, weights[name].dtype))
-            if not all_finite(weight):
-                rule = f"has values that {weights[name].dtype} cannot hold; use float32 or bfloat16"
-                raise CheckpointError(f"{name} {rule}.")
-            file.write(weight.flatten().view(torch.uint8).numpy().data)
-
-
-def size_of(entry: TensorEntry) -> int:
-    """Return the size of a tensor in bytes."""
-    return math.prod(entry.shape) * getattr(torch, entry.dtype).itemsize
+def read_weight(reader: SafeReader, name: str, args: ModelArgs, entry: TensorEntry) -> Tensor:
+    """Return a weight as Hugging Face has it, in the type of `entry`. Raises CheckpointError if
+    that cannot hold a value."""
+    weight = to_hf(name, reader.read_whole([name])[name], args).to(getattr(torch, entry.dtype))
+    if not all_finite(weight):
+        rule = f"has values that {entry.dtype} cannot hold; use float32 or bfloat16"
+        raise CheckpointError(f"{name} {rule}.")
+    return weight
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:

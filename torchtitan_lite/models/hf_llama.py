@@ -1,8 +1,7 @@
 """Llama as Hugging Face's transformers store it: parameter names, order of rows, config.json.
 
-Both models compute the same function. RoPE rotates pairs of dimensions of a head: neighbours here,
-as in Meta's checkpoints, and dimensions j and j + Q/2 in transformers. So the rows of wq and wk,
-which produce those dimensions, have another order.
+RoPE rotates pairs of dimensions of a head: neighbours here, as in Meta's checkpoints, and
+dimensions j and j + Q/2 in transformers. So the rows of wq and wk have another order.
 
 Shapes: H heads or key-value heads, Q head_dim, D dim.
 """
@@ -36,15 +35,10 @@ _SIZES = {
     "vocab_size": "vocab_size",
     "max_seq_len": "max_position_embeddings",
 }
-_FIXED = {
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
+_FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Keys of config.json with only one supported value."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""Hugging Face's names of the embedding, and of the output, which a tied model does not save."""
+"""Names of the embedding, and of the output, which a tied model does not save."""
 
 
 def hf_names(args: ModelArgs, *, prefix: str = "") -> dict[str, str]:
@@ -61,15 +55,15 @@ def hf_names(args: ModelArgs, *, prefix: str = "") -> dict[str, str]:
 
 
 def to_hf(name: str, weight: Tensor, args: ModelArgs) -> Tensor:
-    """Return the weight of our parameter `name` with its rows in Hugging Face's order: in each head
-    all even rows, then all odd ones. A copy for wq and wk, [H * Q, D]; else `weight` itself."""
+    """Return the weight of our parameter `name` as Hugging Face has it. Of wq and wk, [H * Q, D],
+    each head has all even rows first, then all odd ones."""
     if heads := _rotated_heads(name, args):
         return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return weight
 
 
 def from_hf(name: str, weight: Tensor, args: ModelArgs) -> Tensor:
-    """Inverse of `to_hf`: return a Hugging Face weight with its rows in our order."""
+    """Inverse of `to_hf`."""
     if heads := _rotated_heads(name, args):
         return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
     return weight
@@ -82,10 +76,8 @@ def _rotated_heads(name: str, args: ModelArgs) -> int | None:
 def hf_config(
     args: ModelArgs, *, dtype: torch.dtype, bos_id: int | None, eos_id: int | None
 ) -> dict[str, Any]:
-    """Return the config.json of a model, with RoPE's settings both for transformers 4 and for 5. An
-    id of None means that the model has no such token."""
+    """Return the config.json of a model, for transformers 4 and 5. An id of None: no such token."""
     scaling = args.rope_scaling and {"rope_type": "llama3", **asdict(args.rope_scaling)}
-    rope = scaling or {"rope_type": "default"}
     return _FIXED | {
         "architectures": ["LlamaForCausalLM"],
         **{theirs: getattr(args, ours) for ours, theirs in _SIZES.items()},
@@ -93,7 +85,7 @@ def hf_config(
         "rms_norm_eps": args.norm_eps,
         "rope_theta": args.rope_theta,
         "rope_scaling": scaling,
-        "rope_parameters": {**rope, "rope_theta": args.rope_theta},
+        "rope_parameters": {"rope_theta": args.rope_theta, **(scaling or {"rope_type": "default"})},
         "tie_word_embeddings": args.tie_embeddings,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
@@ -102,8 +94,7 @@ def hf_config(
 
 
 def model_args(config: dict[str, Any]) -> ModelArgs:
-    """Return the dimensions in a config.json of transformers 4 or 5. Raises ValueError with the
-    key that this model does not support."""
+    """Return the dimensions in a config.json. Raises ValueError for a key with another value."""
     for key, fixed in _FIXED.items():
         # transformers may leave out a key with its default value, but never the type.
         value = config.get(key, None if key == "model_type" else fixed)
@@ -111,14 +102,12 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
 
     tied = config.get("tie_word_embeddings", False)
     _require(isinstance(tied, bool), "tie_word_embeddings", tied, "must be true or false")
-
     config = {"num_key_value_heads": config.get("num_attention_heads")} | config
     sizes = {ours: _positive(config, theirs, whole=True) for ours, theirs in _SIZES.items()}
     dim, heads, kv_heads = sizes["dim"], sizes["n_heads"], sizes["n_kv_heads"]
     head_dim = config.get("head_dim") or dim // heads
-    rule = f"this model has hidden_size / num_attention_heads = {dim} / {heads}"
-    _require(head_dim * heads == dim, "head_dim", head_dim, rule)
-    _require(head_dim % 2 == 0, "head_dim", head_dim, "RoPE rotates pairs; it must be even")
+    rule = f"must be even, and hidden_size / num_attention_heads = {dim} / {heads}"
+    _require(head_dim * heads == dim and head_dim % 2 == 0, "head_dim", head_dim, rule)
     rule = f"does not divide num_attention_heads = {heads}"
     _require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, rule)
 
@@ -126,8 +115,7 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
     rope = {"rope_theta": config.get("rope_theta", 10000.0)}
     rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    rule = 'this model has only "default" and "llama3"'
-    _require(kind in ("default", "llama3"), "rope_type", kind, rule)
+    _require(kind in ("default", "llama3"), "rope_type", kind, 'must be "default" or "llama3"')
     scaling = None
     if kind == "llama3":
         fields = {
@@ -135,8 +123,8 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
             for key, default in asdict(RopeScaling()).items()
         }
         scaling = RopeScaling(**fields)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        _require(high > low, "high_freq_factor", high, f"must be above low_freq_factor = {low}")
+        high, rule = scaling.high_freq_factor, f"must be above {scaling.low_freq_factor}"
+        _require(high > scaling.low_freq_factor, "high_freq_factor", high, rule)
     return ModelArgs(
         **sizes,
         rope_theta=_positive(rope, "rope_theta"),

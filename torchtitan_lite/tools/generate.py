@@ -10,7 +10,7 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
-from torchtitan_lite.checkpoint.hf_folder import ADAPTER, PREFIX, HfReader, open_weights
+from torchtitan_lite.checkpoint.hf_folder import PREFIX, HfReader, open_weights
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.models.generate import build_empty_model
 from torchtitan_lite.models.llama3 import Transformer
@@ -37,7 +37,7 @@ def open_source(source: Path) -> tuple[ModelArgs, Callable[[str], Tensor], str]:
     """Open the weights of a checkpoint's folder, a run's newest checkpoint, or a Hugging Face
     model. Return its dimensions, a reader of weights by their names in a checkpoint, and the path
     of its tokenizer. Raises CheckpointError."""
-    if any((source / name).is_file() for name in ("config.json", ADAPTER)):
+    if (source / "config.json").is_file():
         hf = HfReader(source)
         return hf.args, hf.read, str(source)
 
