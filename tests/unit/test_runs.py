@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import socket
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +11,9 @@ import pytest
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.run.status import Status, write_status
-from torchtitan_lite.tools import runs
-from torchtitan_lite.tools.runs import (
-    find_runs,
-    format_run,
-    format_runs,
-    reason_to_doubt,
-    seconds_left,
-    watch,
-)
+from torchtitan_lite.tools.runs import as_json, find_runs, format_runs
 
 NOW = 1_800_000_000.0
-HERE = socket.gethostname()
 RUNNING = Status(
     "running", started=NOW - 3600, time=NOW - 10, step=1200, total_steps=10_000, loss=3.21,
     tps=12_810.4, mfu=41.25, eta_s=7200.0, last_checkpoint="r/checkpoint/step-00001000",
@@ -49,44 +38,44 @@ def make_log(run: Path, rank: int, text: str, *, start: str = "2026", time: floa
     return log
 
 
-# ----- format_run, format_runs, log_end -----
+# ----- format_runs, log_end -----
 
 
 def test_a_running_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", RUNNING)
     assert format_runs(find_runs(run), now=NOW).splitlines() == [
-        str(run),
-        "  state            running",
-        "  step             1,200/10,000 (12.0 %)",
-        "  loss             3.2100",
-        "  tps              12,810 per device",
-        "  mfu              41.2%",
-        "  running for      1:00:00",
-        "  time left        1:59:50",
-        "  last checkpoint  r/checkpoint/step-00001000",
-        "  updated          0:00:10 ago",
+        "run              r",
+        "state            running",
+        "step             1,200/10,000 (12.0%)",
+        "loss             3.2100",
+        "tps              12,810",
+        "mfu              41.2",
+        "run time         1:00:00",
+        "time left        1:59:50",
+        "last checkpoint  r/checkpoint/step-00001000",
+        "updated          0:00:10 ago",
     ]
 
 
 def test_a_failed_run_comes_with_the_end_of_its_ranks_log(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "a\x1b[2Jb", FAILED)
+    run = make_run(tmp_path / "r", FAILED)
     make_log(run, 0, "other")
     log = make_log(run, 1, "".join(f"line {i}\n" for i in range(2000)) + "end\x1b")
     log.with_name("stdout.log").touch()
-    lines = format_run(run, FAILED, now=NOW).splitlines()
-    assert "  cause            rank 1 was  killed" in lines
-    assert {"  exit code        6", "  rank             1"} <= set(lines)
-    ends = [*(f"    line {i}" for i in range(1991, 2000)), "    end\x1b"]
-    assert lines[-11:] == [f"  {log}:", *ends]
+    lines = format_runs({run: FAILED}, now=NOW).splitlines()
+    known = {"cause            rank 1 was killed", "exit code        6", "rank             1"}
+    assert known <= set(lines)
+    ends = [*(f"  line {i}" for i in range(1991, 2000)), "  end\x1b"]
+    assert lines[-11:] == [f"{log}:", *ends]
 
 
 def test_a_failed_run_whose_rank_logged_nothing_comes_with_another_ranks_log(tmp_path) -> None:
     run = make_run(tmp_path / "r", FAILED)
     make_log(run, 1, "")
     make_log(run, 1, "of an earlier start", start="2025", time=FAILED.started - 1000)
-    assert "stderr.log" not in format_run(run, FAILED, now=NOW)
+    assert "stderr.log" not in format_runs({run: FAILED}, now=NOW)
     make_log(run, 0, "step 1\n", time=FAILED.started + 1)
-    assert format_run(run, FAILED, now=NOW).splitlines()[-1] == "    step 1"
+    assert format_runs({run: FAILED}, now=NOW).splitlines()[-1] == "  step 1"
 
 
 def test_several_runs_are_a_table_the_last_to_report_first(tmp_path: Path) -> None:
@@ -100,35 +89,36 @@ def test_several_runs_are_a_table_the_last_to_report_first(tmp_path: Path) -> No
     assert max(map(len, lines)) <= 100
 
 
-# ----- reason_to_doubt, seconds_left -----
+# ----- as_json -----
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "doubt"),
     [
-        ({"time": NOW + 500}, "$"),  # clocks differ
-        ({"time": NOW - 120}, "$"),  # a step takes 0.8 s: 7200 s for 8,800
+        ({"time": NOW + 500}, ""),  # clocks differ
+        ({"time": NOW - 120}, ""),  # a step takes 0.8 s: 7200 s for 8,800
         ({"time": NOW - 121}, "no report for 0:02:01"),
         ({"time": NOW - 121, "eta_s": None}, "no report for 0:02:01"),
-        ({"time": NOW - 200, "eta_s": 88_000.0}, "$"),  # 20 steps of 10 s
+        ({"time": NOW - 200, "eta_s": 88_000.0}, ""),  # 20 steps of 10 s
         ({"time": NOW - 201, "eta_s": 88_000.0}, "no report for 0:03:21"),
-        ({"job": f"process {os.getpid()} on {HERE}"}, "$"),
-        ({"job": f"process 999999999 on {HERE}"}, "process 999999999, .* is gone"),
-        ({"state": "done", "time": NOW - 9999}, "$"),
+        ({"state": "done", "time": NOW - 9999}, ""),
     ],
 )
-def test_reason_to_doubt_a_run_that_may_be_dead(changes: dict, message: str) -> None:
-    assert re.match(message, reason_to_doubt(replace(RUNNING, **changes), now=NOW))
+def test_a_run_that_may_be_dead_is_doubted(changes: dict, doubt: str) -> None:
+    found = as_json(Path("r"), replace(RUNNING, **changes), now=NOW)
+    assert re.match(f"{doubt}:" if doubt else "$", found["doubt"])
 
 
 def test_clocks_that_differ_give_no_negative_times() -> None:
     ahead = replace(RUNNING, time=NOW + 500, started=NOW + 400)
-    assert seconds_left(ahead, now=NOW) == 7200
-    text = format_run(Path("r"), ahead, now=NOW)
-    assert "running for      0:00:00" in text and "updated          0:00:00 ago" in text
+    assert as_json(Path("r"), ahead, now=NOW)["eta_s"] == 7200
+    text = format_runs({Path("r"): ahead}, now=NOW)
+    assert "run time         0:00:00" in text and "updated          0:00:00 ago" in text
 
 
-# ----- find_runs -----
+# ----- find_runs, status -----
+
+
 def test_a_folder_without_a_valid_status_is_refused(tmp_path: Path) -> None:
     for content in (b"", b"{", b"[]", b'{"state": "running"}', b"\xff" * 99, b'{"state": 1}' * 9):
         (tmp_path / "status.json").write_bytes(content)
@@ -138,40 +128,13 @@ def test_a_folder_without_a_valid_status_is_refused(tmp_path: Path) -> None:
         find_runs(tmp_path / "none")
 
 
-# ----- watch, status -----
-
-
-def test_watch_ends_with_the_run_and_its_exit_code(tmp_path, capsys, monkeypatch) -> None:
-    run = make_run(tmp_path / "r", replace(RUNNING, time=time.time()))
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        if len(slept) == 2:
-            write_status(run, FAILED)
-
-    monkeypatch.setattr(runs.time, "sleep", sleep)
-    assert watch(run, interval_s=0.1, clear=False) == 6
-    assert slept == [0.1, 0.1]
-    assert re.findall(r"state +(\w+)", capsys.readouterr().out) == ["running", "running", "failed"]
-
-
-def test_the_command(tmp_path, capsys, monkeypatch) -> None:
+def test_the_command(tmp_path, capsys) -> None:
     run = make_run(tmp_path / "r", FAILED)
     text = (run / "status.json").read_text().replace('"loss": 3.21', '"loss": NaN')
     (run / "status.json").write_text(text)  # as up to version 0.3
-    assert run_command(["status", str(run)]) == 0
-    assert run_command(["status", str(run), "--watch"]) == 6
-    capsys.readouterr()
+    run_command(["status", str(run)])
+    assert "\nstate            failed\n" in capsys.readouterr().out
     run_command(["status", str(run), "--json"])
     (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["loss"] is None
     assert (found["state"], found["exit_code"], found["folder"]) == ("failed", 6, str(run))
-    with pytest.raises(ConfigError, match="--watch .*--json"):
-        run_command(["status", str(run), "--watch", "--json"])
-
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runs, "find_runs", interrupt)
-    assert run_command(["status", str(run), "--watch"]) == 0

@@ -14,8 +14,6 @@ from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.base.terminal import clean
 from torchtitan_lite.metrics.writers import ConsoleWriter
 from torchtitan_lite.run import launch
-from torchtitan_lite.run.status import Status, write_status
-from torchtitan_lite.tools.runs import watch
 
 HOSTILE = "a\tb\n\x1b[2J\x9b\r\x07\x7f\u202e\udc80 é語"
 CLEAN = "a\tb\n" + r"\x1b[2J\x9b\r\x07\x7f\u202e\udc80" + " é語"
@@ -69,7 +67,7 @@ def test_run_script_gives_the_numbers_of_closed_streams_to_no_file():
     assert subprocess.run(closed).returncode == 3
 
 
-# ----- init_logger, ConsoleWriter, say, watch: other ways to a terminal -----
+# ----- init_logger, ConsoleWriter, say: other ways to a terminal -----
 
 
 def test_the_log_is_clean_and_has_its_own_colours():
@@ -92,14 +90,3 @@ def test_the_log_is_clean_and_has_its_own_colours():
 def test_say_is_clean(capfd):
     launch.say(HOSTILE)
     assert capfd.readouterr().err == f"{CLEAN}\n"
-
-
-def test_watch_redraws_a_terminal(tmp_path, monkeypatch):
-    write_status(tmp_path, Status("done", started=1.0, time=2.0, cause="\x1b[31m", exit_code=0))
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "__stdout__", stream)
-    with pytest.raises(SystemExit, match="^0$"):
-        run_script(lambda _: watch(tmp_path, interval_s=1.0, clear=True))
-    shown = stream.buffer.getvalue().decode()
-    assert shown.startswith("\x1b[H\x1b[J") and r"\x1b[31m" in shown and shown.count("\x1b") == 2

@@ -43,7 +43,7 @@ class CleanStream:
 
 @contextmanager
 def clean_output() -> Iterator[None]:
-    """Clean what the block prints. `sys.__stdout__` still takes control codes of our own."""
+    """Clean what the block prints."""
     with redirect_stdout(_cleaned(sys.stdout)), redirect_stderr(_cleaned(sys.stderr)):
         yield
 

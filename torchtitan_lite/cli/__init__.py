@@ -8,34 +8,26 @@ from importlib import import_module, metadata
 from types import ModuleType
 
 from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.config.keys import closest
 
 from .parser import Parser
 
 PROGRAM = "torchtitan-lite"
 COMMANDS = (
-    "train",
-    "check",
-    "plan",
-    "bench",
-    "data",
-    "tokenizer",
-    "checkpoint",
-    "convert",
-    "compare",
-    "generate",
-    "evaluate",
-    "status",
-    "doctor",
-    "list",
-    "schema",
-    "completion",
+    *("train", "check", "plan", "bench", "data", "tokenizer", "checkpoint", "convert", "compare"),
+    *("generate", "evaluate", "status", "doctor", "list", "schema", "completion"),
 )
 
 
 def load_command(name: str) -> ModuleType:
     """Import the module of a command."""
     return import_module(f"{__name__}.{name}")
+
+
+def summary(name: str) -> str:
+    """Return what a command does, in a line."""
+    return (load_command(name).__doc__ or "").split("\n")[0]
 
 
 def build_parser(name: str) -> Parser:
@@ -48,14 +40,10 @@ def build_parser(name: str) -> Parser:
 
 def format_commands() -> str:
     """Return the help of the program: a line for each command."""
-    summaries = {name: (load_command(name).__doc__ or "").split("\n")[0] for name in COMMANDS}
-    width = max(map(len, COMMANDS))
-    return "\n".join(
-        [
-            f"usage: {PROGRAM} COMMAND [...]\n\nFP8 pretraining for Llama 3.\n\ncommands:",
-            *(f"  {name:<{width}}  {summary}" for name, summary in summaries.items()),
-            f"\n{PROGRAM} COMMAND --help explains one; {PROGRAM} --version prints the version.",
-        ]
+    return (
+        f"usage: {PROGRAM} COMMAND [...]\n\nFP8 pretraining for Llama 3.\n\ncommands:\n"
+        f"{format_columns([(f'  {name}', summary(name)) for name in COMMANDS])}\n\n"
+        f"{PROGRAM} COMMAND --help explains one; {PROGRAM} --version prints the version."
     )
 
 

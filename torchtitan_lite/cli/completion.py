@@ -10,7 +10,7 @@ from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.config import shipped_configs
 from torchtitan_lite.config.keys import KEYS
 
-from . import COMMANDS, PROGRAM, load_command
+from . import COMMANDS, PROGRAM, load_command, summary
 from .parser import Parser
 
 SHELLS = {
@@ -29,29 +29,23 @@ def run(args: argparse.Namespace) -> None:
     """Print the script."""
     import shtab  # only this command needs it
 
-    print(shtab.complete(build_whole_parser(), args.shell), SHELLS[args.shell], sep="\n")
-
-
-def build_whole_parser() -> Parser:
-    """Build one parser of all commands, with the keys of the config as options."""
     whole = Parser(prog=PROGRAM)
     commands = whole.add_subparsers()
     for name in COMMANDS:
-        module = load_command(name)
-        parser = commands.add_parser(name, help=(module.__doc__ or "").split("\n")[0])
-        module.add_arguments(parser)
+        parser = commands.add_parser(name, help=summary(name))
+        load_command(name).add_arguments(parser)
         if parser.takes_keys:
             add_key_options(parser)
-    return whole
+    print(shtab.complete(whole, args.shell), SHELLS[args.shell], sep="\n")
 
 
 def add_key_options(parser: Parser) -> None:
     """Add an option for each key of the config, with its choices."""
     parser.add_argument("--job.config_file", choices=shipped_configs(), help="TOML file or name")
     for name, key in KEYS.items():
-        choices = ["true", "false"] if key.kind == "bool" else key.choices
-        if name == "model.flavor":
-            choices = list(FLAVORS)
+        choices = list(FLAVORS) if name == "model.flavor" else list(key.choices)
+        if key.kind == "bool":
+            choices = ["true", "false"]
         if "{" in key.type_text:  # a table, whose choices are its keys
             choices = []
         text = key.doc.replace("%", "%%")  # argparse formats it

@@ -11,11 +11,9 @@ from torchtitan_lite.base.jsonfile import strict_json
 from torchtitan_lite.config import expand_user
 from torchtitan_lite.config.keys import KEYS, closest
 
-KEYS_HELP = (
-    "--table.key value overrides any key of the config; torchtitan-lite train --help lists them."
-)
-
+KEYS_HELP = "--table.key value overrides a key of the config: torchtitan-lite train --help"
 BOOL = re.compile("true|false|yes|no|on|off|0|1", re.IGNORECASE)
+WORD = re.compile("(?!--).*", re.DOTALL)
 
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
@@ -47,10 +45,6 @@ class Parser(argparse.ArgumentParser):
         args.overrides = overrides
         return args
 
-    def print_help(self, file: Any = None) -> None:
-        """Print the help. Raises OSError if it cannot be written, where argparse is silent."""
-        print(self.format_help(), end="", flush=True)
-
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError, with the nearest option or command to a misspelt one."""
         misspelt = re.search(r"unrecognized arguments: (\S+)|invalid choice: '(.*?)'", message)
@@ -66,8 +60,7 @@ class Parser(argparse.ArgumentParser):
             words |= {f"--{key.name}": f"--{name}" for name, key in reversed(KEYS.items())}
             words |= {f"--{name}": f"--{name}" for name in ("job.config_file", *KEYS)}
         for action in self._actions:
-            own = [*action.option_strings, *map(str, action.choices or ())]
-            words |= dict(zip(own, own, strict=True))
+            words |= {word: word for word in (*action.option_strings, *(action.choices or ()))}
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():
                     words |= parser._known()
@@ -88,23 +81,17 @@ def path_text(text: str) -> str:
 
 
 def split_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split a command line into a command's own words, and keys of the config with their values."""
+    """Split a command line into a command's own words, and keys of the config with their values.
+    A word after a bool's name is its value only if it means true or false."""
     own: list[str] = []
     keys: list[str] = []
-    for index, word in enumerate(argv):
-        before = argv[index - 1] if index else ""
-        is_value = _takes_value(before, word) and not word.startswith("--")
-        (keys if _is_key(word) or is_value else own).append(word)
+    value: re.Pattern[str] | None = None  # of the key before, if it has none yet
+    for word in argv:
+        is_key = bool(re.match(r"--[\w-]+\.", word))
+        is_value = value is not None and bool(value.fullmatch(word))
+        (keys if is_key or is_value else own).append(word)
+        value = None
+        if is_key and "=" not in word:
+            key = KEYS.get(word[2:].replace("-", "_").replace(".no_", "."))
+            value = BOOL if key is not None and key.kind == "bool" else WORD
     return own, keys
-
-
-def _is_key(word: str) -> bool:
-    return bool(re.match(r"--[\w-]+\.", word))
-
-
-def _takes_value(option: str, word: str) -> bool:
-    """Return whether `word` is the value of a key before it. After a bool's name it is if it means
-    true or false, also where the config refuses its spelling."""
-    key = KEYS.get(option.removeprefix("--").replace("-", "_").replace(".no_", "."))
-    is_bool = key is not None and key.kind == "bool"
-    return _is_key(option) and "=" not in option and (not is_bool or bool(BOOL.fullmatch(word)))

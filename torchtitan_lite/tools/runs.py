@@ -1,10 +1,5 @@
 """Report the state of runs from what they leave in their run folders, without torch."""
 
-import re
-import socket
-import sys
-import time
-from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +14,6 @@ SILENT_SECONDS, SILENT_STEPS = 120.0, 20
 LOG_BYTES, LOG_LINES = 8192, 10
 SKEW_SECONDS = 60.0
 """How far the clocks of hosts and disks may differ."""
-JOB = re.compile(r"process (\d+) on (.+)")
 COLUMNS = ("run", "state", "step", "loss", "tps", "mfu", "time left", "updated")
 
 
@@ -38,138 +32,77 @@ def find_runs(folder: Path) -> dict[Path, Status]:
     return dict(sorted(found.items(), key=lambda item: -item[1].time))
 
 
-def seconds_left(status: Status, *, now: float) -> float | None:
-    """Return the seconds to the end of a running run, by its moving average of step times."""
-    if status.state != "running" or status.eta_s is None:
-        return None
-    return max(0.0, status.eta_s - max(0.0, now - status.time))
-
-
-def reason_to_doubt(status: Status, *, now: float) -> str:
-    """Return why a run that is marked as running may not be; empty if nothing says so."""
-    if status.state != "running":
-        return ""
-    job = JOB.fullmatch(status.job or "")
-    if job and job[2] == socket.gethostname() and not Path(f"/proc/{job[1]}").exists():
-        return f"process {job[1]}, which started it on this host, is gone"
-    left = (status.total_steps or 0) - status.step
-    step_s = status.eta_s / left if status.eta_s and left > 0 else 0.0
-    if now - status.time > max(SILENT_SECONDS, SILENT_STEPS * step_s):
-        return f"no report for {_span(now - status.time)}: it may hang, or be dead"
-    return ""
-
-
 def as_json(folder: Path, status: Status, *, now: float) -> dict[str, Any]:
-    """Return the fields of status.json, and what follows from them."""
-    left = seconds_left(status, now=now)
-    doubt = reason_to_doubt(status, now=now)
-    own = {"folder": str(folder), "age_s": now - status.time, "doubt": doubt}
-    return asdict(status) | own | {"eta_s": left}
+    """Return the fields of status.json, and for a running run the seconds to its end and why it may
+    be dead, if it may."""
+    age_s, eta_s, doubt = now - status.time, None, ""
+    if status.state == "running":
+        left, step_s = (status.total_steps or 0) - status.step, 0.0
+        if status.eta_s is not None:
+            eta_s = max(0.0, status.eta_s - max(0.0, age_s))
+            step_s = status.eta_s / max(left, 1)
+        if age_s > max(SILENT_SECONDS, SILENT_STEPS * step_s):
+            doubt = f"no report for {_span(age_s)}: it may hang, or be dead"
+    own = {"folder": str(folder), "age_s": age_s, "eta_s": eta_s, "doubt": doubt}
+    return asdict(status) | own
 
 
-def format_table(runs: dict[Path, Status], *, now: float) -> str:
-    """Return a line for each run."""
-    rows: list[tuple[str, ...]] = [COLUMNS]
-    for folder, status in runs.items():
-        state = f"{status.state}?" if reason_to_doubt(status, now=now) else status.state
-        rows.append((_one_line(folder.name), state, *_figures(status, now=now)))
-    return format_columns(rows, right=range(2, len(COLUMNS)))
-
-
-def format_run(folder: Path, status: Status, *, now: float) -> str:
-    """Return the state of a run in lines; of a failed one also the end of its log."""
-    step, loss, tps, mfu, left, updated = _figures(status, now=now)
-    if status.total_steps:
-        step += f" ({100 * status.step / status.total_steps:.1f} %)"
+def describe(folder: Path, status: Status, *, now: float) -> dict[str, str]:
+    """Return the state of a run in words; empty ones where nothing is known."""
+    found, total = as_json(folder, status, now=now), status.total_steps
+    running, share = status.state == "running", status.step / total if total else 0.0
     facts = {
-        "state": status.state,
-        "cause": _one_line(status.cause or ""),
-        "exit code": "" if status.exit_code is None else str(status.exit_code),
-        "rank": "" if status.rank is None else str(status.rank),
-        "step": step,
-        "loss": loss,
-        "tps": f"{tps} per device",
-        "mfu": mfu,
-        "running for" if status.state == "running" else "ran for": _span(
-            (now if status.state == "running" else status.time) - status.started
-        ),
-        "time left": left,
-        "last checkpoint": _one_line(status.last_checkpoint or "none"),
-        "updated": updated,
-        "doubt": reason_to_doubt(status, now=now),
+        "run": folder.name,
+        "state": f"{status.state}?" if found["doubt"] else status.state,
+        "cause": status.cause or "",
+        "exit code": _text(status.exit_code, "d"),
+        "rank": _text(status.rank, "d"),
+        "step": f"{status.step:,}/{total:,} ({share:.1%})" if total else f"{status.step:,}",
+        "loss": _text(status.loss, ".4f"),
+        "tps": _text(status.tps, ",.0f"),
+        "mfu": _text(status.mfu, ".1f"),
+        "run time": _span((now if running else status.time) - status.started),
+        "time left": "" if found["eta_s"] is None else _span(found["eta_s"]),
+        "last checkpoint": status.last_checkpoint or "",
+        "updated": f"{_span(found['age_s'])} ago",
+        "doubt": found["doubt"],
     }
+    return {name: " ".join(fact.split()) for name, fact in facts.items()}
 
-    # Only what is known, and of a failed run the end of its log.
-    shown = {name: fact for name, fact in facts.items() if fact and not fact.startswith("-")}
-    width = max(map(len, shown))
-    lines = [str(folder), *(f"  {name:<{width}}  {fact}" for name, fact in shown.items())]
-    if status.state == "failed":
-        lines += [f"  {line}" for line in log_end(folder, status)]
-    return "\n".join(lines)
+
+def format_runs(runs: dict[Path, Status], *, now: float) -> str:
+    """Return several runs as a table, or all of one, and if it failed, the end of its log."""
+    described = [describe(folder, status, now=now) for folder, status in runs.items()]
+    if len(runs) > 1:
+        rows = [[facts[name] or "-" for name in COLUMNS] for facts in described]
+        return format_columns([COLUMNS, *rows], right=range(2, len(COLUMNS)))
+    ((folder, status),) = runs.items()
+    known = [(name, fact) for name, fact in described[0].items() if fact]
+    return "\n".join([format_columns(known), *log_end(folder, status)])
 
 
 def log_end(folder: Path, status: Status) -> list[str]:
-    """Return the last lines that the rank at fault logged since the run started, or if it logged
-    none, any rank, under the name of their file."""
+    """Return the last lines that the rank at fault of a failed run logged since its start, or if it
+    logged none, any rank, under the name of their file."""
     # LAUNCH/RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log; the launcher's own is torchrun.log.
     logs = list((folder / "logs").glob("*/*/attempt_*/*/std*.log"))
-    found = [(path, path.stat()) for path in logs if path.is_file()]
+    found = {path: path.stat() for path in logs if path.is_file()}
     since = status.started - SKEW_SECONDS
-    written = [path for path, stat in found if stat.st_size and stat.st_mtime > since]
+    written = [path for path, stat in found.items() if stat.st_size and stat.st_mtime > since]
     own = [path for path in written if path.parent.name == str(status.rank)] or written
-    if not own:
+    if status.state != "failed" or not own:
         return []
-    last = max(own, key=lambda path: path.stat().st_mtime)
+    last = max(own, key=lambda path: found[path].st_mtime)
     with last.open("rb") as file:
-        file.seek(max(0, last.stat().st_size - LOG_BYTES))
-        text = file.read(LOG_BYTES).decode(errors="replace")
-    return [f"{last}:", *(f"  {line}" for line in text.splitlines()[-LOG_LINES:])]
+        file.seek(max(0, found[last].st_size - LOG_BYTES))
+        lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
+    return [f"{last}:", *(f"  {line}" for line in lines[-LOG_LINES:])]
 
 
-def _figures(status: Status, *, now: float) -> Iterator[str]:
-    """Yield the texts of COLUMNS after the first two, - for what is not known."""
-    total = "?" if status.total_steps is None else f"{status.total_steps:,}"
-    yield f"{status.step:,}/{total}"
-    yield "-" if status.loss is None else f"{status.loss:.4f}"
-    yield "-" if status.tps is None else f"{status.tps:,.0f}"
-    yield "-" if status.mfu is None else f"{status.mfu:.1f}%"
-    left = seconds_left(status, now=now)
-    yield "-" if left is None else _span(left)
-    yield f"{_span(now - status.time)} ago"
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def _span(seconds: float) -> str:
     """Return a time in the form 1 day, 2:03:04; 0:00:00 if the clocks of two hosts differ."""
     return str(timedelta(seconds=round(max(0.0, min(seconds, 1e10)))))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.splitlines())
-
-
-def watch_code(runs: dict[Path, Status]) -> int | None:
-    """Return the exit code of a single run that has ended; None while it, or one of many, runs."""
-    if any(status.state == "running" for status in runs.values()):
-        return None
-    (first, *others) = runs.values()
-    return 0 if others else first.exit_code or 0
-
-
-def watch(folder: Path, *, interval_s: float, clear: bool) -> int:
-    """Print the state of `folder` every `interval_s` until its runs have ended. Return the exit
-    code of the run. `clear` redraws a terminal in place."""
-    while True:
-        runs = find_runs(folder)
-        print(end="\033[H\033[J" if clear else "", file=sys.__stdout__)
-        print(format_runs(runs, now=time.time()), flush=True)
-        if (code := watch_code(runs)) is not None:
-            return code
-        time.sleep(interval_s)
-
-
-def format_runs(runs: dict[Path, Status], *, now: float) -> str:
-    """Return one run in lines, or several as a table."""
-    if len(runs) > 1:
-        return format_table(runs, now=now)
-    ((folder, status),) = runs.items()
-    return format_run(folder, status, now=now)
