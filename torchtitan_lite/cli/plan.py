@@ -8,10 +8,9 @@ import argparse
 from pathlib import Path
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.base.jsonfile import strict_json
 from torchtitan_lite.config import given_keys, load_config
 
-from .parser import Parser
+from .parser import Parser, print_answer
 
 DEVICE_FIELDS = {
     "bandwidth": "bandwidth_tb_s",
@@ -120,4 +119,4 @@ def run(options: argparse.Namespace) -> None:
             attention_kernel=options.attention,
         )
         text = format_plan(answer)
-    print(strict_json(answer, indent=2) if options.json else text)
+    print_answer(options, answer, text)
