@@ -55,7 +55,7 @@ BEFORE_START = [
     f"NGPU=2 {PP} 2 --training.global_batch_size 2 "
     "--parallelism.pipeline_parallel_microbatch_size 2",
     f"NGPU=2 {PP} 2 --model.tie_embeddings true",
-    f"NGPU=2 {PP} 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble {FLOAT8}",
+    f"NGPU=2 {PP} 2 --parallelism.pipeline_parallel_schedule ZBVZeroBubble",
     f"NGPU=2 {PP} 2 --model.n_layers 2 "
     '--parallelism.module_fqns_per_model_part [["tok_embeddings","layers.0"],["norm","output"]]',
     "--training.local_batch_size 8 --training.global_batch_size 30",

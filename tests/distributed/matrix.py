@@ -159,8 +159,8 @@ def pipeline_cells(
     layouts: Mapping[str, tuple[int, tuple[str, ...]]] = PIPELINE_LAYOUTS, *, steps: int
 ) -> list[Cell]:
     """Return a cell for each combination of some recipes, a pipeline, checkpointing, mode and
-    schedule that the config allows. Its reference has the same checkpointing and mode: what the
-    compiler rounds otherwise adds up over 8 blocks."""
+    schedule. Its reference has the same checkpointing and mode: what the compiler rounds otherwise
+    adds up over 8 blocks."""
     recipes = {name: RECIPES[name] for name in ("bf16", "all_gather", "rowwise")}
     recipes["bf16 documents"] = DOCUMENTS
     cells = []
@@ -168,14 +168,10 @@ def pipeline_cells(
         settings = (*recipes[recipe], *PIPELINE_CHECKPOINTING[ac], *MODES[mode])
         common = (*settings, *PIPELINE_MODEL, f"{STEPS}={steps}")
         alone = Cell((recipe, "one process", "8 blocks", ac, mode), 1, common)
-        allows_all = "bf16" in recipe and (ac, mode) == ("none", "eager")
         for layout, schedule in product(layouts, SCHEDULES):
             processes, degrees = layouts[layout]
             overrides = (*common, *degrees, *EVENLY, *SCHEDULES[schedule])
-            if allows_all or not schedules.SCHEDULES[schedule].zero_bubble:
-                cells.append(
-                    Cell((recipe, layout, ac, mode, schedule), processes, overrides, alone)
-                )
+            cells.append(Cell((recipe, layout, ac, mode, schedule), processes, overrides, alone))
     return cells
 
 

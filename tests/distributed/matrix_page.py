@@ -135,9 +135,8 @@ def pipeline_section(cells: Cells, folder: Path) -> str:
 
 Pipelines of a model with 8 blocks, trained on {trained_on(cells, folder)} on {machine()}. A step
 has 4 microbatches of one sequence, with `FSDP` 2 on each data-parallel rank. A pipeline has a stage
-for each rank, with the `Interleaved` and `ZBV` schedules two. The cells contain every pair of a
-recipe, a layout, a schedule, an activation checkpointing and a mode that the config allows; the
-others are empty.
+for each rank, with the `Interleaved` schedule two. The cells contain every pair of a recipe, a
+layout, a schedule, an activation checkpointing and a mode; the others are empty.
 
 A figure compares with one process of the same checkpointing and mode, because with 8 blocks the
 compiler alone changes the loss by up to 1.5e-03. It rounds fewer values: without float8, losses in

@@ -44,7 +44,6 @@ CONTEXT = matrix.usual_pairs(
     if recipe in SOME_RECIPES and layout in SOME_LAYOUTS
     if mode == "eager" or (recipe, layout, ac) in COMPILED_CONTEXT
 )
-ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 # On two processes pairs of all values, compiled of one recipe, checkpointing and schedule. On four
 # what costs little.
 PIPELINES = matrix.pairwise(
@@ -54,7 +53,7 @@ PIPELINES = matrix.pairwise(
         for recipe, _, ac, mode, schedule in [cell.factors]
         if recipe in SOME_RECIPES
         and (mode == "eager" or (recipe, ac, schedule) == ("all_gather", "op", "Interleaved1F1B"))
-        and (cell.processes == 2 or (mode == "eager" and schedule not in ZERO_BUBBLE))
+        and (cell.processes == 2 or mode == "eager")
     ]
 )
 TRAINED = [*MATRIX, *CONTEXT, *PIPELINES]

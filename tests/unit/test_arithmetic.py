@@ -54,28 +54,16 @@ def test_parallel_degrees_of_data_and_of_shards():
     assert (degrees.dp, degrees.fsdp, degrees.world_size) == (6, 21, 2310)
 
 
-@pytest.mark.parametrize(
-    ("degrees", "world_size", "message"),
-    [
-        (
-            (1, 3, 1, 2),
-            4,
-            r"\[parallelism\] data_parallel_shard_degree \* data_parallel_replicate_degree \* "
-            r"pipeline_parallel_degree \* context_parallel_degree \* tensor_parallel_degree = "
-            r"3 \* 1 \* 1 \* 1 \* 2 = 6,.* 4 processes; .* 2 or -1",
-        ),
-        ((1, 0, 1, 1), 4, r"0 \* 1 \* 1 \* 1 \* 1 = 0,.* 4 processes; .* 4 or -1"),
-        (
-            (2, -1, 3, 4),
-            36,
-            r"\[parallelism\] data_parallel_replicate_degree \* .*"
-            r"2 \* 1 \* 3 \* 4 = 24 .* 36; run 24 or 48",
-        ),
-        ((1, 3, 1, 2), 5, r"1 \* 1 \* 1 \* 2 = 2 .* 5; run 4 or 6"),
-        ((1, -1, 4, 1), 2, r"1 \* 1 \* 4 \* 1 = 4 .* 2; run 4 or 8"),
-        ((1, -1, 1, 1, 4), 6, r"1 \* 4 \* 1 \* 1 = 4 .* 6; run 4 or 8"),
-    ],
-)
+@pytest.mark.parametrize(("degrees", "world_size", "message"), [
+    ((1, 3, 1, 2), 4, r"\[parallelism\] data_parallel_replicate_degree \* "
+     r"pipeline_parallel_degree \* context_parallel_degree \* tensor_parallel_degree = "
+     r"1 \* 1 \* 1 \* 2 = 2 leaves 2 of 4 processes, .*_shard_degree = 3; .* 2 or -1"),
+    ((1, 0, 1, 1), 4, "= 1 leaves 4 of 4 processes, .* = 0; .* 4 or -1"),
+    ((2, -1, 3, 4), 36, r"2 \* 1 \* 3 \* 4 = 24 .* 36; run 24 or 48"),
+    ((1, 3, 1, 2), 5, r"1 \* 1 \* 1 \* 2 = 2 .* 5; run 4 or 6"),
+    ((1, -1, 4, 1), 2, r"1 \* 1 \* 4 \* 1 = 4 .* 2; run 4 or 8"),
+    ((1, -1, 1, 1, 4), 6, r"1 \* 4 \* 1 \* 1 = 4 .* 6; run 4 or 8"),
+])  # fmt: skip
 def test_resolve_degrees_refuses_those_that_do_not_fit(degrees, world_size, message):
     with pytest.raises(ConfigError, match=message):
         resolve_degrees(parallelism(*degrees), world_size=world_size)
@@ -145,19 +133,10 @@ def test_resolve_shares(weights, shares):
     assert resolve_shares(datasets(*weights)) == shares
 
 
-@pytest.mark.parametrize(
-    ("weights", "fitting"),
-    [
-        ((100_000, 1), (99995, 1)),
-        ((0.333333, 0.666667), (33332, 66664)),
-        ((1, 1e-300), (99996, 1)),
-    ],
-)
-def test_resolve_shares_refuses_weights_that_are_too_fine(weights, fitting):
-    fix = ", ".join(map(str, fitting))
-    with pytest.raises(ConfigError, match=rf"\[training\] datasets.* 100,000; use {fix},"):
+@pytest.mark.parametrize("weights", [(100_000, 1), (0.333333, 0.666667), (1, 1e-300)])
+def test_resolve_shares_refuses_weights_that_are_too_fine(weights):
+    with pytest.raises(ConfigError, match=r"\[training\] datasets.* : .* at most 100,000; round"):
         resolve_shares(datasets(*weights))
-    assert sum(resolve_shares(datasets(*fitting))) <= 100_000
 
 
 # ----- resolve_model -----
@@ -167,9 +146,8 @@ ALONE = {"flavor": "", "dim": 64, "n_layers": 2, "n_heads": 4, "ffn_dim": 96}
 
 def test_resolve_model_overrides_the_flavor():
     assert resolve_model(ModelConfig(flavor="8B")) == FLAVORS["8B"]
-    changes = {"n_kv_heads": 4, "vocab_size": 0, "tie_embeddings": True}
-    model = ModelConfig(flavor="8B_16layers", **changes)
-    assert resolve_model(model) == replace(FLAVORS["8B"], n_layers=16, **changes)
+    changes = {"n_layers": 16, "n_kv_heads": 4, "vocab_size": 0, "tie_embeddings": True}
+    assert resolve_model(ModelConfig(flavor="8B", **changes)) == replace(FLAVORS["8B"], **changes)
 
 
 def test_resolve_model_has_no_limit_with_other_rope_keys_than_the_flavors():
@@ -195,11 +173,8 @@ def test_resolve_model_takes_dimensions_without_a_flavor():
     [
         ({"flavor": "", "dim": 64, "n_heads": 4}, 'flavor = "" .* set n_layers, ffn_dim'),
         ({"flavor": "8b"}, 'flavor = "8b" must be .*did you mean "8B"'),
-        ({"flavor": "8B_varlen"}, r'flavor = "8B" and \[training\] document_mask = true'),
-        ({"flavor": "debugmodel_flex_attn"}, 'set flavor = "debugmodel" and'),
-        ({"flavor": "7B_flex"}, 'flavor = "7B_flex" must be one of'),
-        ({"dim": 100}, r"dim = 100 .* 2 \* n_heads = 32, .*; use dim = 96 or 128"),
-        (ALONE | {"n_kv_heads": 3}, "n_kv_heads = 3 .* n_heads = 4; use .* 1, or 4"),
+        ({"dim": 100}, r"dim = 100 .* 2 \* n_heads = 32, .*; use 96 or 128"),
+        (ALONE | {"n_kv_heads": 3}, "n_kv_heads = 3 .* n_heads = 4; use 1, or 4"),
         (
             ALONE | {"rope_scaling": {"factor": 8.0, "low_freq_factor": 4.0}},
             "low_freq_factor = 4.0, .* high_freq_factor = 4.0",

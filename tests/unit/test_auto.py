@@ -101,15 +101,11 @@ def test_auto_chooses_what_is_recomputed_gathered_again_and_reduced_together(
     assert {f"parallelism.fsdp_{key}" for key in keys} <= {*job.chosen}
 
 
-@pytest.mark.parametrize(
-    ("schedule", "chosen"), [("1F1B", "always"), ("InterleavedZeroBubble", "default")]
-)
-def test_weights_of_zero_bubble_schedules_stay_gathered_though_they_do_not_fit(schedule, chosen):
-    pipeline = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
-    config = config_of(8, checkpoint="none", **AUTO_GATHERED, **pipeline)
+def test_weights_of_pipelines_are_gathered_again_where_they_do_not_fit():
+    config = config_of(8, checkpoint="none", **AUTO_GATHERED, pipeline_parallel_degree=2)
     job = job_of(config, SHORT_8B, degrees=(1, 4, 1), pp=2)
     job = resolve_auto(job, device=H100, memory_gib=1)
-    assert job.config.parallelism.fsdp_reshard_after_forward == chosen
+    assert job.config.parallelism.fsdp_reshard_after_forward == "always"
 
 
 @pytest.mark.parametrize(

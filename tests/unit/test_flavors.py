@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, block_linear_shapes, find_flavor
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, block_linear_shapes
 from torchtitan_lite.models.llama3 import Transformer
 
-# ----- FLAVORS, find_flavor, block_linear_shapes -----
+# ----- FLAVORS, block_linear_shapes -----
 
 
 def on_meta(args: ModelArgs) -> Transformer:
@@ -63,10 +63,3 @@ def test_the_context_of_each_generation() -> None:
     assert contexts == {name: 131072 if name in scaled else 8192 for name in FLAVORS}
     tied = {name for name, args in FLAVORS.items() if args.tie_embeddings}
     assert tied == {"150M", "350M", "1B", "3B"}
-
-
-def test_a_flavor_can_have_another_number_of_layers() -> None:
-    assert find_flavor("8B") == FLAVORS["8B"]
-    assert find_flavor("8B_16layers") == dataclasses.replace(FLAVORS["8B"], n_layers=16)
-    for name in ("8B_0layers", "8B_layers", "7B_16layers", "8B_16", "16layers", "8B_16layers "):
-        assert find_flavor(name) is None

@@ -91,6 +91,8 @@ def test_datasets_load_from_file_and_command_line(run_toml):
     ('float8.filter_fqns = [""]', "not be empty"),
     ('float8.recipe_name = "tensorwize"',
      r'be "tensorwise" or "rowwise" or "rowwise_with_gw_hp" or "mxfp8"; .* "tensorwise"\?$'),
+    ('parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"',
+     r'be "1F1B" or .*wrong gradients.*pytorch/pytorch#161904\); use "1F1B"$'),
     ("float8.recipe_name = 3", 'be "tensorwise" or "rowwise" or .* or "mxfp8"$'),
     ('compile.components = ["modle"]', r'be "model" or "loss"; did you mean "model"\?$'),
     ('model.converters = ["lora"]', r'be \["quantize.linear.float8"], .* or \[]$'),
@@ -140,9 +142,9 @@ def test_an_invalid_value_is_named_with_its_rule(setting, rule, run_toml):
      r"\[model.rope_scaling]: factor = 0.5 \(from run.toml\): must be at least 1$"),
     # Rules between keys.
     ("training.global_batch_size = 12",
-     r"\[training] global_batch_size = 12 .*; use 8 or 16 \(global_batch_size from run.toml\)$"),
+     r"\[training] global_batch_size = 12 .*; use 8 or 16$"),
     ('training = {dataset_path = "a", datasets = [{path = "b"}]}',
-     r"\[training] dataset_path .* \(dataset_path from run.toml, datasets from run.toml\)$"),
+     r'\[training] dataset_path = "a", \[training] datasets = \[.*b.*]: '),
 ])  # fmt: skip
 def test_a_wrong_file_is_refused(toml, pattern, run_toml):
     run_toml.write_text(toml)
@@ -165,8 +167,7 @@ LINE = r"\(from the command line\)"
      rf"\[model.rope_scaling] factor = 1 {LINE}: write --model.rope_scaling='{{ factor = 1 }}'"),
     ("junk", 'unexpected "junk" on the command line; write options as --table.key value'),
     ("--training.seq_len 2049 --parallelism.tensor_parallel_degree=2",
-     r"\[training] seq_len = 2049 .* use 2048 or 2050 \(seq_len from the command line, "
-     r"tensor_parallel_degree from the command line\)$"),
+     r"\[training] seq_len = 2049, .* tensor_parallel_degree = 2: .* use 2048 or 2050$"),
 ])  # fmt: skip
 def test_a_wrong_command_line_is_refused(words, pattern, run_toml):
     (message,) = problems(*words.split(), world_size=2)
@@ -210,7 +211,7 @@ def test_load_config_names_all_that_is_wrong(run_toml):
         r'\[float8] recipe = "rowwise" \(from run.toml\): .* \[float8] recipe_name\?$',
         r"\[training] steps = 0 \(from base.toml\): must be at least 1$",
         rf"\[debug] seed = -1 {LINE}: must be at least 0$",
-        r"\[compile] components = \[] .* \(components from run.toml, enable from run.toml\)$",
+        r"\[compile] enable = true, \[compile] components = \[]: ",
     ]
     messages = problems("junk", "--debug.seed", "-1")
     for pattern, message in zip(patterns, messages, strict=True):

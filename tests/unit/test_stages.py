@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.config import Config, ParallelismConfig, check_config, resolve_stages
 
 WHOLE = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "output")
@@ -36,8 +35,6 @@ def named(*stages: tuple[str, ...]) -> ParallelismConfig:
     (32, pipeline(8), [4, 5, 4, 4, 4, 4, 4, 3]),
     (32, pipeline(4, "Interleaved1F1B"), [4, 5, 4, 4, 4, 4, 4, 3]),
     (126, pipeline(16), [7, *[8] * 14, 7]),
-    (32, pipeline(4, "InterleavedZeroBubble"), [4, 5, 4, 4, 4, 4, 4, 3]),
-    (32, pipeline(4, "ZBVZeroBubble"), [4, 5, 4, 4, 4, 4, 4, 3]),
     (6, pipeline(2, "GPipe"), [3, 3]),
     (2, pipeline(2), [1, 1]),
     (32, pipeline(2, layers_per_stage=17), [16, 16]),
@@ -66,51 +63,40 @@ def test_stages_are_one_or_begin_at_split_points_or_are_named(config, expected):
     assert resolve_stages(config, n_layers=4) == expected
 
 
+NAMED = "module_fqns_per_model_part has"
 POINTS = r"pipeline_parallel_split_points = .* from layers.0 to output, each once, in the order of"
 
 
 @pytest.mark.parametrize(("n_layers", "config", "pattern"), [
-    (4, named(WHOLE[:3], WHOLE[4:]), "module_fqns_per_model_part: .* miss layers.2; name each of"),
-    (4, named(WHOLE[:3], WHOLE[2:]), "module_fqns_per_model_part: .* repeat layers.1; "),
-    (4, named(WHOLE[:3], (*WHOLE[3:], "layers.4")), "have unknown layers.4; name each of "
+    (4, named(WHOLE[:3], WHOLE[4:]), f"{NAMED} layers.3 as module 4; name each of "
      "tok_embeddings, layers.0 to layers.3, norm and output once, in this order"),
-    (4, named(("tok_embeddings", "layers.1", "layers.0"), WHOLE[3:]), "order of layers.1, layers"),
+    (4, named(WHOLE[:3], WHOLE[2:]), f"{NAMED} layers.1 as module 4; "),
+    (4, named(WHOLE, ("layers.4",)), f"{NAMED} layers.4 as module 8; "),
+    (4, named(WHOLE[:3], WHOLE[3:-1]), f"{NAMED} nothing as module 7; "),
     (4, pipeline(2, split_points=["layers.4"]), POINTS),
     (4, pipeline(2, split_points=["tok_embeddings"]), POINTS),
     (4, pipeline(3, split_points=["layers.2", "layers.1"]), POINTS),
     (4, pipeline(3, split_points=["layers.1", "layers.1"]), POINTS),
-    (6, pipeline(99999999), "degree = 99999999 makes 99999999 stages from 6 blocks"),
-    (6, pipeline(8), "degree = 8 makes 8 stages of 0, 1, 1, 1, 1, 1, 1, 0 blocks from 6, .*first_"
-     "stage_less_layers = 1 and pipeline_parallel_last_stage_less_layers = 1"),
-    (32, pipeline(4, layers_per_stage=4), "pipeline_parallel_layers_per_stage: .* 9 stages, .* "
-     '= "1F1B" with pipeline_parallel_degree = 4 needs 4, one for each rank'),
+    (6, pipeline(99999999), "degree = 99999999 makes 99999999 stages of 6 blocks"),
+    (6, pipeline(8), "degree = 8 makes 8 stages of 6 blocks, .*first_stage_less_layers = 1 "
+     "and pipeline_parallel_last_stage_less_layers = 1"),
+    (8, pipeline(8), "degree = 8 makes 8 stages of 8 blocks, "),
+    (32, pipeline(4, layers_per_stage=4), "pipeline_parallel_layers_per_stage makes 9 stages, .* "
+     '= "1F1B" with pipeline_parallel_degree = 4 needs 4$'),
     (32, pipeline(4, "Interleaved1F1B", layers_per_stage=4), " 9 stages, .* = "
-     '"Interleaved1F1B" with pipeline_parallel_degree = 4 needs 8 or 12, two or more for each'),
-    (32, pipeline(4, "Interleaved1F1B", layers_per_stage=9), " 4 stages, .* needs 8 or 12, two or"),
-    (32, pipeline(2, "ZBVZeroBubble", layers_per_stage=6), " 6 stages, .* 2 needs 4, two for each"),
-    (4, pipeline(2, split_points=["layers.1", "layers.2"]), "split_points: .* makes 3 stages"),
-    (4, pipeline(2, module_fqns_per_model_part=[list(WHOLE)]), "model_part: it makes 1 stages"),
-    (4, named((), WHOLE), "module_fqns_per_model_part: stages of 0, 7 modules; .* norm and output"),
-    (4, pipeline(2, split_points=["output"]), "split_points: stages of 6, 1 modules; .* output"),
+     '"Interleaved1F1B" with pipeline_parallel_degree = 4 needs a multiple above 4'),
+    (32, pipeline(4, "Interleaved1F1B", layers_per_stage=9), " 4 stages, .* needs a multiple abov"),
+    (4, pipeline(2, split_points=["layers.1", "layers.2"]), "split_points makes 3 stages"),
+    (4, pipeline(2, module_fqns_per_model_part=[list(WHOLE)]), "model_part makes 1 stages"),
+    (4, named((), WHOLE), "module_fqns_per_model_part makes stages of 0, 7 modules; .* norm and"),
+    (4, pipeline(2, split_points=["output"]), "split_points makes stages of 6, 1 modules; .* outp"),
 ])  # fmt: skip
 def test_resolve_stages_refuses(n_layers, config, pattern):
     with pytest.raises(ConfigError, match=rf"^\[parallelism] .*{pattern}"):
         resolve_stages(config, n_layers=n_layers)
 
 
-# ----- rank_stages -----
-@pytest.mark.parametrize(("schedule", "expected"), [
-    ("1F1B", [(0,), (1,)]),
-    ("Interleaved1F1B", [(0, 2), (1, 3)]),
-    ("ZBVZeroBubble", [(0, 3), (1, 2)]),
-])  # fmt: skip
-def test_stages_of_a_rank(schedule, expected):
-    stages = 2 * len(expected[0])
-    ranks = [SCHEDULES[schedule].rank_stages(rank, degree=2, stages=stages) for rank in (0, 1)]
-    assert ranks == expected
-
-
-# ----- check_pipeline, check_stages -----
+# ----- check_config -----
 
 
 def check(config: ParallelismConfig, *, batch: int = 8, **tables: Any) -> list[str]:
@@ -122,47 +108,31 @@ def check(config: ParallelismConfig, *, batch: int = 8, **tables: Any) -> list[s
     )
 
 
-EAGER = {"activation_checkpoint": {"mode": "none"}}
-FLOAT8 = {"float8": {"enable_float8_linear": True}}
-COMPILED = {"compile": {"enable": True}}
+@pytest.mark.parametrize(("schedule", "batch"), [
+    ("1F1B", 8), ("GPipe", 8), ("Interleaved1F1B", 8), ("1F1B", 2), ("1F1B", 5),
+    ("Interleaved1F1B", 3),  # one round
+])  # fmt: skip
+def test_sound_pipelines(schedule, batch):
+    tables = {"float8": {"enable_float8_linear": True}, "compile": {"enable": True}}
+    assert check(pipeline(2, schedule), batch=batch, **tables) == []
 
 
-def test_sound_pipelines():
-    for schedule in ("1F1B", "GPipe", "Interleaved1F1B"):
-        assert check(pipeline(2, schedule), **FLOAT8, **COMPILED) == []
-    for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
-        assert check(pipeline(2, schedule), **EAGER) == []
-    assert check(pipeline(2), batch=2) == check(pipeline(2), batch=5) == []
-    assert check(pipeline(2, "Interleaved1F1B"), batch=3) == []  # one round
-    assert check(pipeline(2, "ZBVZeroBubble"), batch=5, **EAGER) == []
-
-
-ZERO_BUBBLE = pipeline(2, "InterleavedZeroBubble")
-FAULTS = "pytorch/pytorch#161904, pytorch/pytorch#164756"
 TIED = {"model": {"flavor": "debugmodel", "tie_embeddings": True}}
+INTERLEAVED = pipeline(2, "Interleaved1F1B")
 
 
 @pytest.mark.parametrize(("config", "tables", "pattern"), [
     (pipeline(2, "Interleaved1F1B", microbatch_size=8), {},
-     r"training] global_batch_size = 8 makes 1 .*\[parallelism] pipeline_parallel_microbatch_size "
-     r"= 8 .* pipeline_parallel_degree = 2; increase local_batch_size or global_batch_size"),
-    (pipeline(2, "Interleaved1F1B"), {"batch": 5},
-     r'parallelism] pipeline_parallel_schedule = "Interleaved1F1B" .* multiple of its 5 // 2 = 2 '
-     r"rounds, not 5; use 4 or 6"),
+     r"training] global_batch_size = -1, \[parallelism] pipeline_parallel_microbatch_size = 8, .*"
+     r"degree = 2, .*: a rank has 1 microbatches, .*; increase local_batch_size or global_batch"),
+    (INTERLEAVED, {"batch": 5},
+     r'training] .*\[parallelism] pipeline_parallel_schedule = "Interleaved1F1B": a rank has 5 '
+     "microbatches, .* 2 equal rounds; use 4 or 6"),
     (pipeline(2, fsdp_reduce_gradients="each"), {},
-     r'parallelism] fsdp_reduce_gradients = "each" .*pipeline_parallel_degree = 2: .* "last" or'),
-    (pipeline(8), {}, "parallelism] pipeline_parallel_degree = 8 makes 8 stages of 0, 1, 1, 1, "),
+     r'parallelism] fsdp_reduce_gradients = "each", .*pipeline_parallel_degree = 2: .* "last" or'),
+    (pipeline(8), {}, "parallelism] pipeline_parallel_degree = 8 makes 8 stages of 6 blocks"),
     (pipeline(2), TIED,
-     r"parallelism] pipeline_parallel_degree = 2 .*\[model] tie_embeddings = true .*degree to 1"),
-    (ZERO_BUBBLE, EAGER | COMPILED,
-     rf'parallelism] pipeline_parallel_schedule = "InterleavedZeroBubble" .* '
-     rf"\[compile] enable = true \({FAULTS}\); set that to false, or use another schedule"),
-    (ZERO_BUBBLE, EAGER | FLOAT8,
-     r"parallelism] .*\[float8] enable_float8_linear = true .*; set that to false, or"),
-    (ZERO_BUBBLE, {"activation_checkpoint": {"mode": "full"}},
-     r'parallelism] .*\[activation_checkpoint] mode = "full" .*; set that to "none", or'),
-    (pipeline(2, "ZBVZeroBubble", fsdp_reshard_after_forward="always"), EAGER,
-     r'parallelism] .*\[parallelism] fsdp_reshard_after_forward = "always" .* that to "never", or'),
+     r"parallelism] pipeline_parallel_degree = 2, .*\[model] tie_embeddings = true: .*degree to 1"),
 ])  # fmt: skip
 def test_check_config_refuses_a_pipeline(config, tables, pattern):
     (message,) = check(config, **tables)

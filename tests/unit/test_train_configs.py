@@ -11,7 +11,7 @@ from torchtitan_lite.planner.plan import find_device, make_plan
 FOLDER = Path(__file__).parents[2] / "train_configs"
 SHIPPED = {  # processes to start, flavor, tensor_parallel_degree
     "debug_model": (2, "debugmodel_gqa", 1),
-    "float8_parity": (1, "debugmodel_gqa_4layers", 1),
+    "float8_parity": (1, "debugmodel_gqa", 1),
     "llama3_8b": (8, "8B", 1),
     "llama3_8b_float8": (8, "8B", 1),
     "llama3_8b_long": (8, "8B", 1),

@@ -4,7 +4,6 @@ that a config is checked without importing torch.
 Shapes: D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 """
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,17 +79,6 @@ FLAVORS = {
     "3-8B": _LLAMA_3_8B,
     "3-70B": _LLAMA_3_70B,
 }
-
-
-def find_flavor(name: str) -> ModelArgs | None:
-    """Return the dimensions of a flavor, or of a flavor with another number of layers:
-    `8B_16layers` is 8B with 16 layers. None if there is no such flavor."""
-    if name in FLAVORS:
-        return FLAVORS[name]
-    match = re.fullmatch(r"(.+)_([1-9]\d{0,3})layers", name)
-    if match is None or match[1] not in FLAVORS:
-        return None
-    return replace(FLAVORS[match[1]], n_layers=int(match[2]))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from .arithmetic import (
     resolve_shares,
     sequence_parts,
 )
-from .checks import check_config, check_decay, log_odd_schedule
-from .course import Course, keep_batch, read_decisive
+from .checks import check_config, check_decay
+from .course import Course, keep_batch, log_odd_schedule, read_decisive
 from .keys import did_you_mean, format_config_page, format_help, show_settings
 from .layers import asks_for_help, find_config, given_keys, shipped_configs
 from .loading import check_model_table, dump_config, load_config, shared_settings
@@ -35,5 +35,5 @@ from .sections import (
     TrainingConfig,
     ValidationConfig,
 )
-from .stages import Stages, resolve_stages, zero_bubble
+from .stages import Stages, resolve_stages
 from .types import expand_user

@@ -2,13 +2,12 @@
 shares of a dataset mix."""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling, find_flavor
+from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 
 from .keys import did_you_mean, show
 from .sections import DatasetConfig, ModelConfig, ParallelismConfig, TrainingConfig
@@ -16,8 +15,6 @@ from .types import MOST
 
 MAX_PERIOD = 100_000
 """Longest period, in samples, after which a mix of datasets repeats the order of its turns."""
-MASKED_FLAVOR = re.compile(r"(.+)_(?:flex|varlen)(?:_attn)?")
-"""torchtitan's flavors with attention within documents."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +67,13 @@ def resolve_model(model: ModelConfig) -> ModelArgs:
     if {"rope_scaling", "rope_theta"} & given.keys():
         given["max_seq_len"] = MOST
 
-    if model.flavor:
-        args = replace(_find_flavor(model.flavor), **given)
+    if model.flavor in FLAVORS:
+        args = replace(FLAVORS[model.flavor], **given)
+    elif model.flavor:
+        raise ConfigError(
+            f"[model] flavor = {show(model.flavor)} must be one of {', '.join(map(show, FLAVORS))}"
+            f', or "" for none{did_you_mean(model.flavor, FLAVORS)}'
+        )
     else:
         needed = ("dim", "n_layers", "n_heads", "ffn_dim")
         if missing := [key for key in needed if key not in given]:
@@ -80,18 +82,21 @@ def resolve_model(model: ModelConfig) -> ModelArgs:
             )
         defaults = {"n_kv_heads": given["n_heads"], "vocab_size": 0, "max_seq_len": MOST}
         args = ModelArgs(**defaults | given)
+    _check_dimensions(args)
+    return args
 
-    # The dimensions must fit each other.
+
+def _check_dimensions(args: ModelArgs) -> None:
+    """Raise ConfigError unless the dimensions fit each other."""
     if args.dim % (2 * args.n_heads):
         raise ConfigError(
-            f"[model] dim = {args.dim} is not a multiple of 2 * n_heads = {2 * args.n_heads}, and "
-            "the rotary embedding turns pairs of a head's dimensions; "
-            f"use dim = {multiples_near(args.dim, 2 * args.n_heads)}"
+            f"[model] dim = {args.dim} is not a multiple of 2 * n_heads = {2 * args.n_heads}, as "
+            f"rotary embeddings need; use {multiples_near(args.dim, 2 * args.n_heads)}"
         )
     if args.n_heads % args.n_kv_heads:
         raise ConfigError(
             f"[model] n_kv_heads = {args.n_kv_heads} does not divide n_heads = {args.n_heads}; "
-            f"use n_kv_heads = {math.gcd(args.n_heads, args.n_kv_heads)}, or {args.n_heads}"
+            f"use {math.gcd(args.n_heads, args.n_kv_heads)}, or {args.n_heads}"
         )
     scaling = args.rope_scaling
     if scaling is not None and scaling.low_freq_factor >= scaling.high_freq_factor:
@@ -99,23 +104,6 @@ def resolve_model(model: ModelConfig) -> ModelArgs:
             f"[model] rope_scaling has low_freq_factor = {scaling.low_freq_factor}, which must be "
             f"below high_freq_factor = {scaling.high_freq_factor}; Llama 3.1 has 1.0 and 4.0"
         )
-    return args
-
-
-def _find_flavor(name: str) -> ModelArgs:
-    """Return the dimensions of a flavor. Raises ConfigError if there is none of that name."""
-    if (flavor := find_flavor(name)) is not None:
-        return flavor
-    masked = MASKED_FLAVOR.fullmatch(name)
-    if masked and find_flavor(masked[1]):
-        raise ConfigError(
-            f"[model] flavor = {show(name)}, of torchtitan, keeps attention within documents; set "
-            f"flavor = {show(masked[1])} and [training] document_mask = true"
-        )
-    raise ConfigError(
-        f"[model] flavor = {show(name)} must be one of {', '.join(map(show, FLAVORS))}, "
-        f'or "" for none{did_you_mean(name, FLAVORS)}'
-    )
 
 
 def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> ParallelDegrees:
@@ -125,29 +113,21 @@ def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> Paral
     """
     names = ("data_parallel_replicate", "pipeline_parallel", "context_parallel", "tensor_parallel")
     degrees = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in names}
-    shard = parallelism.data_parallel_shard_degree
-
-    fixed = math.prod(degrees.values())
-    left, remainder = divmod(world_size, fixed)
+    product = math.prod(degrees.values())
+    left, remainder = divmod(world_size, product)
+    shown = f"[parallelism] {' * '.join(degrees)} = {' * '.join(map(str, degrees.values()))}"
     if remainder:
         raise ConfigError(
-            f"[parallelism] {_show_product(degrees)} does not divide the world size, {world_size}; "
-            f"run {multiples_near(world_size, fixed)} processes"
+            f"{shown} = {product} does not divide the world size, {world_size}; "
+            f"run {multiples_near(world_size, product)} processes"
         )
-    if shard not in (-1, left):
-        degrees = {"data_parallel_shard_degree": shard, **degrees}
+    if (shard := parallelism.data_parallel_shard_degree) not in (-1, left):
         raise ConfigError(
-            f"[parallelism] {_show_product(degrees)}, but the run has {world_size} processes; "
-            f"set data_parallel_shard_degree to {left} or -1"
+            f"{shown} = {product} leaves {left} of {world_size} processes, "
+            f"not data_parallel_shard_degree = {shard}; set that to {left} or -1"
         )
     replicate, pp, cp, tp = degrees.values()
     return ParallelDegrees(replicate, left, cp, tp, pp)
-
-
-def _show_product(factors: Mapping[str, int]) -> str:
-    """Show a product of the values of keys: `a * b = 2 * 3 = 6`."""
-    values = factors.values()
-    return f"{' * '.join(factors)} = {' * '.join(map(str, values))} = {math.prod(values)}"
 
 
 def sequence_parts(*, cp: int, tp: int) -> int:
@@ -170,8 +150,8 @@ def resolve_batch(
         total = one_pass
     if total == 0 or total % one_pass:
         raise ConfigError(
-            f"[training] global_batch_size = {total} is not a multiple of "
-            f"local_batch_size * dp_degree = {local} * {dp_degree} = {one_pass}; "
+            f"[training] global_batch_size = {total} is not a multiple of local_batch_size times "
+            f"the data-parallel degree of [parallelism] = {local} * {dp_degree} = {one_pass}; "
             f"use {multiples_near(total, one_pass)}"
         )
     if parallelism.pipeline_parallel_degree > 1:
@@ -197,12 +177,10 @@ def resolve_shares(datasets: Sequence[DatasetConfig]) -> tuple[int, ...]:
     shares = tuple(number // math.gcd(*whole) for number in whole)
 
     if sum(shares) > MAX_PERIOD:
-        scale = (MAX_PERIOD - 2 * len(weights)) / sum(weights)
-        rounded = ", ".join(str(max(1, round(weight * scale))) for weight in weights)
         raise ConfigError(
             f"[training] datasets: the weights {', '.join(str(each.weight) for each in datasets)} "
-            "must be in the proportion of whole numbers with a sum of at most "
-            f"{MAX_PERIOD:,}; use {rounded}, which is near"
+            f"are as {' : '.join(map(str, shares))} in whole numbers, whose sum must be at most "
+            f"{MAX_PERIOD:,}; round them"
         )
     return shares
 

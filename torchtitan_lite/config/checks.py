@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection, Iterator
 from importlib.metadata import version
 from itertools import chain
 from pathlib import PurePosixPath
+from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.recipes import RECIPES, Recipe
 from torchtitan_lite.catalog.run_files import RUN_FILES
+from torchtitan_lite.catalog.schedules import SCHEDULES
 
 from .arithmetic import (
     multiples_near,
@@ -23,9 +24,125 @@ from .arithmetic import (
     resolve_shares,
     sequence_parts,
 )
-from .keys import show
+from .differences import flat_config
+from .keys import Values, describe, show
 from .sections import Config, LRSchedulerConfig
-from .stages import check_pipeline, check_stages
+from .stages import resolve_stages
+
+SET = bool
+BUDGET = {"[activation_checkpoint] mode": "memory_budget"}
+OVERLAP = {"[parallelism] enable_async_tensor_parallel": True}
+SCALES = {
+    "[float8] enable_float8_linear": True,
+    "[float8] precompute_float8_dynamic_scale_for_fsdp": True,
+}
+FROM_HF = {"[checkpoint] initial_load_in_hf": True}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # The compiler.
+    (
+        {"[compile] enable": True, "[compile] components": ()},
+        'nothing is left to compile; use ["model", "loss"], or set enable to false',
+    ),
+    (
+        BUDGET | {"[compile] enable": False},
+        'the compiler keeps the budget; set enable to true, or the mode to "selective"',
+    ),
+    (
+        BUDGET | {"[compile] components": lambda names: "model" not in names},
+        'the compiler keeps the budget; add "model", or set the mode to "selective"',
+    ),
+    (OVERLAP | {"[compile] enable": False}, "the compiler does it; set both to the same"),
+    (
+        OVERLAP | {"[compile] components": lambda names: "model" not in names},
+        'the compiler does it; add "model", or set the first to false',
+    ),
+    # The layout.
+    (
+        OVERLAP | {"[parallelism] tensor_parallel_degree": 1},
+        "nothing overlaps; set the degree to 2 or more, or the other to false",
+    ),
+    (
+        {
+            "[parallelism] fsdp_reduce_gradients": "each",
+            "[parallelism] pipeline_parallel_degree": lambda degree: degree > 1,
+        },
+        'a pipeline reduces gradients once a step; use "last" or "auto"',
+    ),
+    # Float8.
+    (
+        SCALES | {"[float8] enable_fsdp_float8_all_gather": False},
+        "the scales are for the all-gather; set both to the same",
+    ),
+    (
+        SCALES | {"[training] enable_cpu_offload": True},
+        "a weight comes to the GPU without its scale; set one of them to false",
+    ),
+    # Training and validation.
+    (
+        {"[training] dataset_path": SET, "[training] datasets": SET},
+        "only one of them can be set; make the path one of the list",
+    ),
+    (
+        {"[training] loss_spike_factor": lambda factor: 0 < factor <= 1},
+        "each loss near the mean would be a spike; use a factor above 1, like 3, or 0 for none",
+    ),
+    (
+        {
+            "[optimizer] state_dtype": "bfloat16",
+            "[optimizer] implementation": lambda name: name != "fused",
+        },
+        'only "fused" has such moments; use it, or unset state_dtype',
+    ),
+    (
+        {"[optimizer] state_dtype": "float32", "[training] dtype": "bfloat16"},
+        "moments are no wider than weights; unset one of them",
+    ),
+    (
+        {"[validation] prompts": SET, "[validation] enable": False},
+        "validations continue them; set enable to true, or unset prompts",
+    ),
+    (
+        {"[validation] steps": 0},
+        "nothing is validated; use 1 or more, -1 for all data, or set enable to false",
+    ),
+    # Checkpoints.
+    *(
+        (
+            {f"[checkpoint] {key}": SET, "[checkpoint] enable": False},
+            "set enable to true, or unset it",
+        )
+        for key in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf")
+    ),
+    (
+        {"[checkpoint] last_save_in_hf": True, "[checkpoint] load_only": True},
+        "the one saves, the other does not; unset one of them",
+    ),
+    (
+        FROM_HF | {"[checkpoint] initial_load_path": None, "[model] tokenizer_path": ""},
+        "set one of the paths to the folder of the Hugging Face model",
+    ),
+    (
+        FROM_HF | {"[checkpoint] initial_load_model_only": False},
+        "a Hugging Face model has only weights; set initial_load_model_only to true",
+    ),
+]
+"""What keys may not say together, with the reason and the fix. A function is true of the value."""
+RECIPE_KEYS: dict[str, Callable[[Recipe], bool]] = {
+    "pad_inner_dim": lambda recipe: recipe.pads_tokens,
+    "scale_gradients_in_matmul": lambda recipe: recipe.scales_in_matmul,
+    "enable_fsdp_float8_all_gather": lambda recipe: recipe.gathers_float8,
+    "log_numerics_freq": lambda recipe: recipe.kind == "float8",
+}
+"""Keys of [float8] that are for some recipes only, and which."""
+OWN_NAMES = (
+    "[checkpoint] folder",
+    "[checkpoint] save_request_file",
+    "[metrics] save_tb_folder",
+    "[profiling] save_traces_folder",
+    "[profiling] save_memory_snapshot_folder",
+    "[comm] save_traces_folder",
+)
+"""Keys that name a file or a folder in the run folder."""
 
 
 def check_config(config: Config, *, world_size: int, unsound: Collection[str] = ()) -> list[str]:
@@ -33,45 +150,67 @@ def check_config(config: Config, *, world_size: int, unsound: Collection[str] = 
 
     Rules that read a table in `unsound`, one with invalid values, are skipped.
     """
-    messages: list[str] = []
-    if not {"parallelism", "training"} & set(unsound):
-        messages += _check_layout(config, world_size)
-    if not {"lr_scheduler", "training"} & set(unsound):
-        messages += check_decay(config.lr_scheduler, steps=config.training.steps)
-
-    rules = (
-        _check_model,
-        _check_compiled,
-        _check_float8,
-        _check_training,
-        _check_checkpoint,
-        _check_run_folder,
+    values = flat_config(config.model_dump())
+    messages = chain(
+        _check_layout(config, values, world_size),
+        check_decay(config.lr_scheduler, steps=config.training.steps),
+        _check_model(config, values),
+        _check_refused(values),
+        _check_recipe(config, values),
+        _check_run(config, values),
     )
-    for message in chain.from_iterable(rule(config) for rule in rules):
-        if not set(re.findall(r"\[(\w+)\]", message)) & set(unsound):
-            messages.append(message)
-    return messages
+    return [each for each in messages if set(unsound).isdisjoint(re.findall(r"\[(\w+)\]", each))]
 
 
-def _check_layout(config: Config, world_size: int) -> Iterator[str]:
+def _check_refused(values: Values) -> Iterator[str]:
+    for refused, fix in REFUSED:
+        matches = (
+            wanted(values[name]) if callable(wanted) else values[name] == wanted
+            for name, wanted in refused.items()
+        )
+        if all(matches):
+            yield describe(values, *refused, fix=fix)
+
+
+def _check_layout(config: Config, values: Values, world_size: int) -> Iterator[str]:
+    parallelism, seq_len = config.parallelism, config.training.seq_len
     try:
-        degrees = resolve_degrees(config.parallelism, world_size=world_size)
-        batch = resolve_batch(config.training, config.parallelism, dp_degree=degrees.dp)
-        yield from check_pipeline(config, batch=batch)
+        degrees = resolve_degrees(parallelism, world_size=world_size)
+        batch = resolve_batch(config.training, parallelism, dp_degree=degrees.dp)
+        yield from _check_microbatches(values, batch.grad_accum_steps)
     except ConfigError as error:
         yield str(error)
 
-    seq_len, tp = config.training.seq_len, config.parallelism.tensor_parallel_degree
-    cp = config.parallelism.context_parallel_degree
+    cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     if seq_len % (parts := sequence_parts(cp=cp, tp=tp)):
-        rule = f"tensor_parallel_degree = {tp}"
-        if cp > 1:
-            rule = (
-                f"2 * context_parallel_degree * tensor_parallel_degree = 2 * {cp} * {tp} = {parts}"
-            )
-        yield (
-            f"[training] seq_len = {seq_len} is not a multiple of [parallelism] {rule}, into which "
-            f"sequences are split; use {multiples_near(seq_len, parts)}"
+        yield describe(
+            values,
+            "[training] seq_len",
+            "[parallelism] context_parallel_degree",
+            "[parallelism] tensor_parallel_degree",
+            fix=f"sequences are split into {parts} parts; use {multiples_near(seq_len, parts)}",
+        )
+
+
+def _check_microbatches(values: Values, number: int) -> Iterator[str]:
+    """Check the `number` of microbatches of a rank: each stage of a pipeline needs one to work on,
+    and interleaved ones come in equal rounds."""
+    degree = values["[parallelism] pipeline_parallel_degree"]
+    schedule = values["[parallelism] pipeline_parallel_schedule"]
+    rounds = max(1, number // degree)
+    fix = ""
+    if number < degree:
+        fix = "fewer than ranks of the pipeline; increase local_batch_size or global_batch_size"
+    elif degree > 1 and SCHEDULES[schedule].looped and number % rounds:
+        fix = f"which are not {rounds} equal rounds; use {multiples_near(number, degree)}"
+    if fix:
+        yield describe(
+            values,
+            "[training] global_batch_size",
+            "[parallelism] pipeline_parallel_microbatch_size",
+            "[parallelism] pipeline_parallel_degree",
+            "[parallelism] pipeline_parallel_schedule",
+            fix=f"a rank has {number} microbatches, {fix}",
         )
 
 
@@ -85,245 +224,86 @@ def check_decay(schedule: LRSchedulerConfig, *, steps: int) -> Iterator[str]:
     if warmup < total < warmup + decay:
         most = math.floor((total - warmup) / total * 1000) / 1000
         yield (
-            f"[lr_scheduler] decay_ratio = {schedule.decay_ratio} of {total} steps = {decay} "
-            f"steps, but warmup_steps = {warmup} leaves {total - warmup}; "
-            f"use decay_ratio <= {most} or warmup_steps <= {total - decay}"
+            f"[lr_scheduler] decay_ratio = {schedule.decay_ratio}, warmup_steps = {warmup}: of the "
+            f"{total} steps of [training] or total_steps, {decay} decay and {total - warmup} are "
+            f"left; use decay_ratio <= {most} or warmup_steps <= {total - decay}"
         )
 
 
-def log_odd_schedule(schedule: LRSchedulerConfig, *, steps: int) -> None:
-    """Log it if the schedule of a run of `steps` is shorter than its warm-up."""
-    total = schedule.total_steps or steps
-    if total < schedule.warmup_steps:
-        logger.info(
-            f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is longer than the schedule of "
-            f"{total} steps: the warm-up is shortened to {total}, and nothing follows it; set "
-            "warmup_steps to less, or total_steps to the whole run's steps"
-        )
-
-
-def _check_model(config: Config) -> Iterator[str]:
-    flavor = show(config.model.flavor)
+def _check_model(config: Config, values: Values) -> Iterator[str]:
+    parallelism = config.parallelism
     try:
         args = resolve_model(config.model)
     except ConfigError as error:
         yield str(error)
         return
-
-    yield from check_stages(config, args)
-
-    # Its dimensions must allow the layout, the sequence length and the number of a layer.
-    tp = config.parallelism.tensor_parallel_degree
-    common = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim)
-    if common % tp:
-        fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
-        yield (
-            f"[parallelism] tensor_parallel_degree = {tp} must divide n_heads = {args.n_heads}, "
-            f"n_kv_heads = {args.n_kv_heads}, dim = {args.dim} and ffn_dim = {args.ffn_dim} of "
-            f"[model] flavor = {flavor}; use one of {', '.join(fitting)}"
-        )
-    if config.training.seq_len > args.max_seq_len:
-        yield (
-            f"[training] seq_len = {config.training.seq_len} is above max_seq_len = "
-            f"{args.max_seq_len} of [model] flavor = {flavor}; use at most {args.max_seq_len}, or "
-            "set rope_theta or rope_scaling for longer sequences"
-        )
-    mode, option = (
-        config.activation_checkpoint.mode,
-        config.activation_checkpoint.selective_ac_option,
-    )
-    if option not in ("op", *map(str, range(1, args.n_layers + 1))):
-        yield (
-            f'[activation_checkpoint] selective_ac_option = {show(option)} must be "op", or a '
-            f'number from "1" to "{args.n_layers}", the n_layers of [model] flavor = {flavor}'
-        )
-
-    # torch 2.11 cannot count the FLOPs of grouped-query attention on a GPU, and torch 2.12 takes
-    # DTensor's mesh for an activation of unknown size.
-    torch = version("torch")
-    crashes = (
-        f'[activation_checkpoint] mode = "memory_budget" crashes the compiler of torch {torch}'
-    )
-    if mode == "memory_budget" and torch.startswith("2.11.") and args.n_kv_heads != args.n_heads:
-        yield (
-            f"{crashes} where n_kv_heads = {args.n_kv_heads} is not n_heads = {args.n_heads}, "
-            f'as in [model] flavor = {flavor}; install torch 2.13, or set the mode to "selective"'
-        )
-    if mode == "memory_budget" and torch.startswith("2.12.") and tp > 1:
-        yield (
-            f"{crashes} under [parallelism] tensor_parallel_degree = {tp}; "
-            'install torch 2.13, or set the degree to 1 or the mode to "selective"'
-        )
-
-
-def _check_compiled(config: Config) -> Iterator[str]:
-    compiled = config.compile.covers("model")
-    if config.compile.enable and not config.compile.components:
-        yield (
-            "[compile] components = [] leaves nothing to compile; "
-            'use ["model", "loss"], or set enable to false'
-        )
-    if config.activation_checkpoint.mode == "memory_budget" and not compiled:
-        yield (
-            '[activation_checkpoint] mode = "memory_budget" is for the compiler; set [compile] '
-            'enable = true, with "model" among its components, or the mode to "selective"'
-        )
-
-    parallelism = config.parallelism
-    overlaps = "[parallelism] enable_async_tensor_parallel = true"
-    if parallelism.enable_async_tensor_parallel and parallelism.tensor_parallel_degree == 1:
-        yield (
-            f"{overlaps} needs tensor_parallel_degree of 2 or more, not 1; "
-            "set that, or set it to false"
-        )
-    if parallelism.enable_async_tensor_parallel and not compiled:
-        yield (
-            f"{overlaps} is done by the compiler; set [compile] enable = true, "
-            'with "model" among its components, or set it to false'
-        )
-
-
-def _check_float8(config: Config) -> Iterator[str]:
-    float8, training = config.float8, config.training
-    if not float8.enable_float8_linear:
-        return
-    recipe, name = float8.recipe, show(float8.recipe_name)
-
-    if float8.pad_inner_dim and not recipe.pads_tokens:
-        why = "is not offered by torchao" if recipe.divides_tokens else "pads nothing"
-        yield (
-            f"[float8] pad_inner_dim = true {why} under recipe_name = {name}; set it to false, or "
-            f"the recipe to {_recipes(lambda other: other.pads_tokens)}"
-        )
-    if float8.log_numerics_freq and recipe.kind == "mxfp8":
-        yield (
-            f"[float8] log_numerics_freq = {float8.log_numerics_freq} measures casts with a scale "
-            f"for a tensor or a row, not those of recipe_name = {name}; "
-            "set it to 0, or change the recipe"
-        )
-    if float8.scale_gradients_in_matmul and not recipe.scales_in_matmul:
-        yield (
-            "[float8] scale_gradients_in_matmul = true changes nothing under recipe_name = "
-            f"{name}; set it to false, or the recipe to "
-            f"{_recipes(lambda other: other.scales_in_matmul)}"
-        )
-    if float8.enable_fsdp_float8_all_gather and not recipe.gathers_float8:
-        yield (
-            "[float8] enable_fsdp_float8_all_gather = true needs recipe_name = "
-            f"{_recipes(lambda other: other.gathers_float8)}, not {name}; "
-            "set it to false, or change the recipe"
-        )
-
-    precomputes = "[float8] precompute_float8_dynamic_scale_for_fsdp = true"
-    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
-        yield f"{precomputes} needs enable_fsdp_float8_all_gather = true; set both to the same"
-    if float8.precompute_float8_dynamic_scale_for_fsdp and training.enable_cpu_offload:
-        yield (
-            f"{precomputes} has no effect with [training] enable_cpu_offload = true: a weight "
-            "comes to the GPU without its scale; set one of them to false"
-        )
-    if recipe.compute_dtype not in (None, training.mixed_precision_param):
-        yield (
-            f"[training] mixed_precision_param = {show(training.mixed_precision_param)} cannot be "
-            f"cast by the kernels of [float8] recipe_name = {name}; "
-            f"use {show(recipe.compute_dtype)}, or another recipe"
-        )
-
-
-def _recipes(having: Callable[[Recipe], bool]) -> str:
-    """List the recipes with a property: `"tensorwise" or "rowwise"`."""
-    return " or ".join(show(name) for name, recipe in RECIPES.items() if having(recipe))
-
-
-def _check_training(config: Config) -> Iterator[str]:
-    training, optimizer = config.training, config.optimizer
-    if training.datasets and training.dataset_path:
-        yield (
-            f"[training] dataset_path = {show(training.dataset_path)} is set, and so is datasets, "
-            f"a list of {len(training.datasets)}; unset it, or make it one of the list"
-        )
     try:
-        resolve_shares(training.datasets)
+        resolve_stages(parallelism, n_layers=args.n_layers)
     except ConfigError as error:
         yield str(error)
 
-    if config.validation.prompts and not config.validation.enable:
-        prompts = show(config.validation.prompts)
-        yield f"[validation] prompts = {prompts} needs enable = true; set that, or remove them"
-    if config.validation.steps == 0:
-        yield "[validation] steps = 0 validates nothing; use 1 or more, -1 for all data, or disable"
-    if 0 < training.loss_spike_factor <= 1:
-        yield (
-            f"[training] loss_spike_factor = {training.loss_spike_factor} makes each loss near the "
-            "mean of the others a spike; use a factor above 1, like 3, or 0 for none"
+    # Its dimensions must allow the layout, the sequence length and the number of a layer.
+    pp, tp = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
+    if args.tie_embeddings and pp > 1:
+        names = "[parallelism] pipeline_parallel_degree", "[model] flavor", "[model] tie_embeddings"
+        fix = "one weight would be on two ranks; set tie_embeddings to false, or the degree to 1"
+        yield describe(values, *names, fix=fix)
+    common = math.gcd(args.n_heads, args.n_kv_heads, args.dim, args.ffn_dim)
+    if common % tp:
+        fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
+        fix = (
+            f"the degree must divide n_heads = {args.n_heads}, n_kv_heads = {args.n_kv_heads}, dim "
+            f"= {args.dim} and ffn_dim = {args.ffn_dim}; use one of {', '.join(fitting)}"
         )
-    if optimizer.state_dtype == "bfloat16" and optimizer.implementation != "fused":
-        yield (
-            f"[optimizer] implementation = {show(optimizer.implementation)} keeps its moments in "
-            'the data type of the weights, and state_dtype = "bfloat16"; '
-            'set implementation to "fused", or unset state_dtype'
-        )
-    if optimizer.state_dtype == "float32" and training.dtype != "float32":
-        yield (
-            '[optimizer] state_dtype = "float32" needs [training] dtype = "float32" too, not '
-            f"{show(training.dtype)}: moments are no wider than weights; unset one of them"
-        )
+        yield describe(values, "[parallelism] tensor_parallel_degree", "[model] flavor", fix=fix)
+    if config.training.seq_len > args.max_seq_len:
+        fix = f"use at most {args.max_seq_len}, or set rope_theta or rope_scaling"
+        yield describe(values, "[training] seq_len", "[model] flavor", fix=fix)
+
+    option, mode = "[activation_checkpoint] selective_ac_option", "[activation_checkpoint] mode"
+    if values[option] not in ("op", *map(str, range(1, args.n_layers + 1))):
+        fix = f'must be "op", or a number of blocks from "1" to "{args.n_layers}"'
+        yield describe(values, option, "[model] flavor", fix=fix)
+
+    # torch 2.11 cannot count the FLOPs of grouped-query attention on a GPU, and torch 2.12 takes
+    # DTensor's mesh for an activation of unknown size.
+    torch, grouped = version("torch"), args.n_kv_heads != args.n_heads
+    crashes = grouped if torch.startswith("2.11.") else torch.startswith("2.12.") and tp > 1
+    if values[mode] == "memory_budget" and crashes:
+        names = mode, "[model] flavor", "[parallelism] tensor_parallel_degree"
+        fix = f'crashes the compiler of torch {torch}; install torch 2.13, or use "selective"'
+        yield describe(values, *names, fix=fix)
 
 
-def _check_checkpoint(config: Config) -> Iterator[str]:
-    checkpoint = config.checkpoint
-    for key in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
-        if (value := getattr(checkpoint, key)) and not checkpoint.enable:
-            yield f"[checkpoint] {key} = {show(value)} needs enable = true; set that, or unset it"
-    if checkpoint.last_save_in_hf and checkpoint.load_only:
-        yield "[checkpoint] last_save_in_hf = true saves, and load_only = true does not; unset one"
-
-    # What is loaded, and what is saved at the end.
-    no_folder = checkpoint.initial_load_path is None and not config.model.tokenizer_path
-    if checkpoint.initial_load_in_hf and no_folder:
-        yield (
-            "[checkpoint] initial_load_in_hf = true has no folder to load; set initial_load_path, "
-            "or [model] tokenizer_path to the folder of the Hugging Face model"
-        )
-    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
-        yield (
-            "[checkpoint] initial_load_model_only = false, but with initial_load_in_hf = true "
-            "there are only weights to load; set it to true"
-        )
+def _check_recipe(config: Config, values: Values) -> Iterator[str]:
+    float8, dtype = config.float8, config.training.mixed_precision_param
+    if not float8.enable_float8_linear:
+        return
+    for key, has in RECIPE_KEYS.items():
+        if getattr(float8, key) and not has(float8.recipe):
+            fitting = " or ".join(show(name) for name, recipe in RECIPES.items() if has(recipe))
+            fix = f"the first is for {fitting}; use one of these, or unset the first"
+            yield describe(values, f"[float8] {key}", "[float8] recipe_name", fix=fix)
+    if float8.recipe.compute_dtype not in (None, dtype):
+        fix = f"its kernels cast {show(float8.recipe.compute_dtype)}; use that, or another recipe"
+        yield describe(values, "[training] mixed_precision_param", "[float8] recipe_name", fix=fix)
 
 
-def _check_run_folder(config: Config) -> Iterator[str]:
-    profiling = config.profiling
-    if profiling.profiler_active > profiling.profile_freq:
-        yield (
-            f"[profiling] profiler_active = {profiling.profiler_active} is above profile_freq = "
-            f"{profiling.profile_freq}, the steps of a period; use at most that"
-        )
+def _check_run(config: Config, values: Values) -> Iterator[str]:
+    try:
+        resolve_shares(config.training.datasets)
+    except ConfigError as error:
+        yield str(error)
+    if config.profiling.profiler_active > config.profiling.profile_freq:
+        names = "[profiling] profiler_active", "[profiling] profile_freq"
+        yield describe(values, *names, fix="a trace is longer than its period; use at most that")
 
-    # Each part of a run needs a name of its own in the run folder.
-    owners: dict[PurePosixPath, str] = {}
-    for name, value in (
-        ("[checkpoint] folder", config.checkpoint.folder),
-        ("[checkpoint] save_request_file", config.checkpoint.save_request_file),
-        ("[metrics] save_tb_folder", config.metrics.save_tb_folder),
-        ("[profiling] save_traces_folder", profiling.save_traces_folder),
-        ("[profiling] save_memory_snapshot_folder", profiling.save_memory_snapshot_folder),
-        ("[comm] save_traces_folder", config.comm.save_traces_folder),
-    ):
-        folder = PurePosixPath(value)
-        owner = owners.setdefault(folder, name)
-        if folder.is_absolute() or ".." in folder.parts or not folder.parts:
-            yield f'{name} = {show(value)} must be a name within [job] dump_folder, like "traces"'
-        elif folder.parts[0] in RUN_FILES:
-            yield f"{name} = {show(value)} is a name that every run uses itself; choose another"
-        elif owner != name:
-            yield f"{name} = {show(value)} is also the name of {owner}; choose another"
-    # A new run moves each of them to previous/ by itself.
-    for folder, name in owners.items():
-        for outer in owners.keys() & {*folder.parents[:-1]}:
-            yield f'{name} = "{folder}" is within {owners[outer]} = "{outer}"; choose another'
-    if "/" in (prefix := config.comm.save_traces_file_prefix):
-        yield (
-            f"[comm] save_traces_file_prefix = {show(prefix)} must not hold /; "
-            "the folder is [comm] save_traces_folder"
-        )
+    # Each part of a run needs a name of its own in the run folder, and moves to previous/ by it.
+    taken = [PurePosixPath(name) for name in RUN_FILES]
+    for name in OWN_NAMES:
+        path = PurePosixPath(values[name])
+        clashes = any(path.is_relative_to(o) or o.is_relative_to(path) for o in taken)
+        if clashes or path.is_absolute() or ".." in path.parts:
+            fix = "must be a name of its own within [job] dump_folder; choose another"
+            yield describe(values, name, fix=fix)
+        taken.append(path)

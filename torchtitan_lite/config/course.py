@@ -62,6 +62,16 @@ def keep_batch(config: Config, *, saved: int, world_size: int) -> Config:
     return _with_batch(config, saved)
 
 
+def log_odd_schedule(schedule: LRSchedulerConfig, *, steps: int) -> None:
+    """Log it if the schedule of a run of `steps` is shorter than its warm-up."""
+    total = schedule.total_steps or steps
+    if total < schedule.warmup_steps:
+        logger.info(
+            f"[lr_scheduler] warmup_steps = {schedule.warmup_steps} is shortened to {total}, the "
+            "steps of the schedule; for a longer one, set total_steps"
+        )
+
+
 def _with_batch(config: Config, global_batch_size: int) -> Config:
     training = config.training.model_copy(update={"global_batch_size": global_batch_size})
     return config.model_copy(update={"training": training})

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.flavors import ModelArgs
-from torchtitan_lite.catalog.schedules import SCHEDULES
 
 from . import (
     BatchSizes,
@@ -72,8 +71,7 @@ class Job:
 
     def rank_stages(self, rank: int) -> tuple[int, ...]:
         """Return which of `stages` a rank of the pipeline has."""
-        schedule = SCHEDULES[self.config.parallelism.pipeline_parallel_schedule]
-        return schedule.rank_stages(rank, degree=self.degrees.pp, stages=len(self.stages))
+        return tuple(range(rank, len(self.stages), self.degrees.pp))
 
     @property
     def model_name(self) -> str:

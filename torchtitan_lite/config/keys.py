@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from .sections import Config
 from .types import Section
@@ -47,6 +48,10 @@ same. This page is generated: `torchtitan-lite schema --markdown > docs/config.m
 """
 
 
+Values = Mapping[str, Any]
+"""Values by `[table] key`."""
+
+
 @dataclass(frozen=True)
 class Key:
     """One key of one table."""
@@ -81,6 +86,12 @@ def show_key(name: str) -> str:
     """Format "training.steps" as `[training] steps`. A name outside every table stays as given."""
     table, _, key = name.rpartition(".")
     return f"[{table}] {key}" if table else key
+
+
+def describe(values: Values, *names: str, fix: str) -> str:
+    """Return a message about the keys `names`, such as "[training] steps": their values, then the
+    rule and the fix."""
+    return f"{', '.join(f'{name} = {show(values[name])[:200]}' for name in names)}: {fix}"
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:

@@ -1,7 +1,6 @@
 """Load a Config from a TOML file and the command line, reporting all errors at once; write it as
 TOML."""
 
-import re
 from collections.abc import Mapping
 
 import tomli_w
@@ -10,6 +9,7 @@ from pydantic_core import ErrorDetails
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.schedules import ZERO_BUBBLE
 
 from .arithmetic import resolve_model
 from .checks import check_config
@@ -32,7 +32,7 @@ RULES = {
     "finite_number": "must be a finite number",
     "string_type": "must be a string, in quotes",
     "string_too_short": "must not be empty",
-    "string_pattern_mismatch": "must not hold the character NUL",
+    "string_pattern_mismatch": "must match {pattern}",
     "tuple_type": "must be a list, in brackets",
     "model_type": "must be a {type}",
     "missing": "must be set",
@@ -74,8 +74,7 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
         sound = {name for name in known if KEYS[name].table not in unsound}
         config = _validate({name: known[name] for name in sound})
 
-    messages = check_config(config, world_size=world_size, unsound=unsound)
-    problems += [_name_sources(message, known) for message in messages]
+    problems += check_config(config, world_size=world_size, unsound=unsound)
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -174,21 +173,10 @@ def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:
     if kind == "literal_error":
         choices = KEYS[name].choices
         hint = did_you_mean(str(detail["input"]), choices)
+        if reason := ZERO_BUBBLE.get(str(detail["input"])):
+            hint = f"; {reason}"
         return f"{subject}: must be {' or '.join(map(show, choices))}{hint}"
     if kind == "extra_forbidden":
         return f"{subject}: unknown key{did_you_mean(str(place[-1]), KEYS[name].choices)}"
     rule = RULES[kind].format(type=KEYS[name].type_text, **detail.get("ctx", {}))
     return f"{subject}: {rule}"
-
-
-def _name_sources(message: str, settings: Layer) -> str:
-    """Append where each key named in the message was set. A key belongs to the last `[table]`
-    before it."""
-    table = ""
-    sources = {}
-    for word in re.findall(r"\[\w+\]|\w+", message):
-        if word.startswith("["):
-            table = word[1:-1]
-        elif setting := settings.get(f"{table}.{word}"):
-            sources[table, word] = f"{word} from {setting.source}"
-    return f"{message} ({', '.join(sources.values())})" if sources else message

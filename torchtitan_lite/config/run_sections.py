@@ -17,7 +17,6 @@ from .types import (
     Positive,
     Seconds,
     Section,
-    Text,
     Whole,
 )
 
@@ -152,7 +151,7 @@ class CommConfig(Section):
     """Collectives that the flight recorder keeps for a report after a time-out (NCCL); 0: off."""
     save_traces_folder: Name = "comm_traces"
     """Folder of the flight recorder's reports, within job.dump_folder."""
-    save_traces_file_prefix: Text = "rank_"
+    save_traces_file_prefix: Annotated[str, Field(pattern=r"^[^\x00/]*$")] = "rank_"
     """Beginning of the reports' names; the rank follows."""
 
 

@@ -62,7 +62,7 @@ class ModelConfig(Section):
     name: Literal["llama3"] = "llama3"
     """Model family."""
     flavor: Text = "debugmodel"
-    """debugmodel 150M 350M 1B 3B 8B 70B 405B 3-8B 3-70B; 8B_16layers: 16 layers; "": keys below."""
+    """debugmodel 150M 350M 1B 3B 8B 70B 405B 3-8B 3-70B, with changes by keys below; "": none."""
     dim: Dimension | None = None
     """Width of the residual stream."""
     n_layers: Annotated[int, Field(ge=1, le=9999)] | None = None

@@ -80,12 +80,11 @@ def _call_on(split: Tensor, *, dim: int, scale: float) -> _Call:
 class CrossEntropy:
     """The cross-entropy of labels in nat, summed over tokens and scaled, [] float32.
 
-    A label of -100 does not count. The backward pass can run once, unless `repeatable`, which
-    takes the memory of the gradients a second time."""
+    A label of -100 does not count. The backward pass can run once."""
 
-    def __init__(self, *, compiled: bool, repeatable: bool = False) -> None:
+    def __init__(self, *, compiled: bool) -> None:
         kernels: tuple[Callable[..., Any], ...] = (_log_sum_exp, _to_softmax, _turn_to_softmax)
-        self._compiled, self._repeatable = compiled, repeatable
+        self._compiled = compiled
         self._log_sum_exp, self._to_softmax, self._turn_to_softmax = (
             map(torch.compile, kernels) if compiled else kernels
         )
@@ -151,7 +150,6 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, labels: Tensor, loss: CrossEntropy, call: _Call
     ) -> Tensor:
-        ctx.scaled = Tensor.mul if loss._repeatable else Tensor.mul_
         # Without a weight, x are the logits.
         if weight is None:
             gradient = x.clone() if call.with_gradient else x
@@ -186,5 +184,5 @@ class _Loss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
-        weight_grad = None if weight_grad is None else ctx.scaled(weight_grad, incoming)
-        return ctx.scaled(x_grad, incoming), weight_grad, None, None, None
+        weight_grad = None if weight_grad is None else weight_grad.mul_(incoming)
+        return x_grad.mul_(incoming), weight_grad, None, None, None

@@ -20,19 +20,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.base.torchao_types import is_float8_tensor, is_gathered_in_float8
-from torchtitan_lite.config import ParallelismConfig, TrainingConfig, zero_bubble
+from torchtitan_lite.config import TrainingConfig
 from torchtitan_lite.models.init import local_part
 from torchtitan_lite.models.llama3 import Transformer
 
 
-def needs_no_fsdp(
-    training: TrainingConfig, parallelism: ParallelismConfig, *, data_ranks: int
-) -> bool:
+def needs_no_fsdp(training: TrainingConfig, *, data_ranks: int) -> bool:
     """Return whether to train without FSDP: with one data-parallel rank, and weights that stay on
     the device. `data_ranks` is dp_replicate * dp_shard * cp."""
-    # A zero-bubble schedule assigns gradients without autograd's hooks, which copies depend on.
-    hooks = not zero_bubble(parallelism)
-    return data_ranks == 1 and hooks and not training.enable_cpu_offload
+    return data_ranks == 1 and not training.enable_cpu_offload
 
 
 class MixedPrecisionTransformer(Transformer):

@@ -56,7 +56,7 @@ def parallelize(
 
         # FSDP and mixed precision come last. On one data-parallel rank FSDP would only copy.
         data_ranks = mesh.size() // (mesh["pp"].size() * mesh["tp"].size())
-        if needs_no_fsdp(training, parallelism, data_ranks=data_ranks):
+        if needs_no_fsdp(training, data_ranks=data_ranks):
             apply_mixed_precision(model, training=training)
         else:
             # A pipeline uses weights again for each microbatch.

@@ -10,7 +10,6 @@ Shapes: B sequences of a microbatch, s = seq_len / cp / tp, D dim.
 import copy
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import IGNORED
 from torchtitan_lite.patches import time_out_transfers
@@ -102,13 +99,7 @@ class PipelinedMicrobatches:
     ) -> None:
         """`losses` are this rank's stages, `indices` their numbers of `n_stages`. `hidden` is like
         the residual stream of a microbatch, on meta [B, s, D]. `timed` measures the time of the
-        `pipeline` and of `stage N`. Raises ConfigError for a schedule that torch cannot run."""
-        torch_version = version("torch")
-        if SCHEDULES[schedule].zero_bubble and torch_version.startswith(("2.11.", "2.12.")):
-            raise ConfigError(
-                f'[parallelism] pipeline_parallel_schedule = "{schedule}" fails in the backward '
-                f"pass of torch {torch_version}; install torch 2.13, or use another schedule"
-            )
+        `pipeline` and of `stage N`."""
         time_out_transfers()
         self._number, self._device, self._timed = n_microbatches, device, timed
         of_loss = torch.empty((), device="meta")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 from torchtitan_lite.catalog.flavors import OUTPUT
-from torchtitan_lite.config import sequence_parts, zero_bubble
+from torchtitan_lite.config import sequence_parts
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import AUTO, LinearChoice
 
@@ -28,7 +28,7 @@ RESHARDING = ("never", "default")
 """Values of fsdp_reshard_after_forward to choose from, in the same order. Without pipelines
 "always" has the peak memory of "default", and is slower."""
 RESHARDING_IN_PIPELINES = ("default", "always")
-"""In pipelines "default" and "never" are the same, and a zero-bubble schedule needs that."""
+"""In pipelines "default" and "never" are the same."""
 SAME_TIME = 1.005
 """Steps whose times differ by less are taken as equally fast."""
 STAND_IN = "H100 SXM"
@@ -108,7 +108,7 @@ def kept_options(
     values: Sequence[str] = [sharding.fsdp_reshard_after_forward]
     if values[0] == AUTO:
         values = RESHARDING_IN_PIPELINES if job.degrees.pp > 1 else RESHARDING
-        if without_fsdp(job) or zero_bubble(sharding):
+        if without_fsdp(job):
             values = ["default"]
     spec = device or lookup_device(STAND_IN)
     assert spec is not None, "DEVICES has the stand-in"

@@ -17,7 +17,7 @@ from torchtitan_lite.config.job import Job
 class Action(NamedTuple):
     """What a rank does at a time."""
 
-    kind: str  # F: forward; B: backward, or its parts I of inputs and W of weights
+    kind: str  # F: forward; B: backward
     stage: int
     microbatch: int
 
@@ -41,9 +41,8 @@ def rank_order(
     schedule: str, rank: int, *, degree: int, stages: int, microbatches: int
 ) -> Sequence[Action]:
     """Return the actions of a rank, as torch/distributed/pipelining/schedules.py orders them."""
-    own = SCHEDULES[schedule].rank_stages(rank, degree=degree, stages=stages)
-    in_order = _v_shaped if SCHEDULES[schedule].v_shaped else _looped
-    passes = in_order(schedule, rank, degree, own, microbatches)
+    own = range(rank, stages, degree)
+    passes = _looped(schedule, rank, degree, own, microbatches)
 
     # A stage takes microbatches by their numbers.
     seen: Counter[tuple[str, int]] = Counter()
@@ -63,30 +62,14 @@ def _looped(name: str, rank: int, degree: int, own: Sequence[int], n: int) -> li
     backward_of = [own[-1 - i // each % len(own)] for i in range(total)]
 
     # Each rank has more than the next one: its neighbour's pass forward, and back if interleaved.
-    hops = 2 if schedule.looped and not schedule.zero_bubble else 1
+    hops = 2 if schedule.looped else 1
     warmup = (len(own) - 1) * each + hops * (degree - 1 - rank)
     warmup = total if name == "GPipe" else min(warmup, total)
     passes = forward[:warmup]
     for i, stage in enumerate(backward_of):
         passes += forward[warmup + i : warmup + i + 1]
-        passes.append(("I" if schedule.zero_bubble else "B", stage))
-        if schedule.zero_bubble and i >= rank:
-            passes.append(("W", backward_of[i - rank]))
-    left = backward_of[total - rank :] if schedule.zero_bubble else []
-    return [*passes, *(("W", stage) for stage in left)]
-
-
-def _v_shaped(_name: str, rank: int, degree: int, own: Sequence[int], n: int) -> list[Pass]:
-    """The order of ZBV (arXiv 2401.10241, section 6), whose passes all take the same time. Fewer
-    microbatches than it is made for leave pauses."""
-    n, ahead = max(2 * degree - 1, n), degree - rank
-    steady = n - degree
-    words = "F0 " * (2 * ahead - 1) + "F1 F0 " * rank + "F1 I1 W1 " * ahead
-    with_forward = n - (2 * degree - 1 - rank)
-    words += "F0 I0 W0 F1 I1 W1 " * with_forward
-    words += "I0 W0 F1 I1 W1 " * (steady - with_forward)
-    words += "I0 I1 " * rank + "I0 W0 " * ahead + "W1 " * rank + "W0 " * rank
-    return [(word[0], own[int(word[1])]) for word in words.split()]
+        passes.append(("B", stage))
+    return passes
 
 
 def rank_ends(
@@ -105,7 +88,7 @@ def rank_ends(
             for action in order[done[rank] :]:
                 kind, stage, microbatch = action
                 needed = Action(kind, stage + (-1 if kind == "F" else 1), microbatch)
-                if kind != "W" and needed.stage in rank_of:
+                if needed.stage in rank_of:
                     if needed not in ends:
                         break
                     sending = send_s if rank_of[needed.stage] != rank else 0.0
@@ -132,8 +115,7 @@ def in_flight(
             after = max(after, now)
         else:
             before = max(before, now)
-        if kind in "BI":
+        if kind == "B":
             has_backward = True
-        if kind in "BW":
             now -= freed[stage]
     return before, after

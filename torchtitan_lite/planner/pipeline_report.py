@@ -9,7 +9,6 @@ from typing import Any
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.catalog.flavors import OUTPUT
-from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.config import resolve_stages
 from torchtitan_lite.metrics.flops import FlopsLedger
 
@@ -56,16 +55,15 @@ def plan_pipeline(work: Workload, ledger: FlopsLedger, roofline: Roofline) -> di
             }
         )
 
-    # Equal stages pause for this share, unless passes are split (arXiv 2104.04473, section 2.2).
+    # Equal stages pause for this share (arXiv 2104.04473, section 2.2).
     passes, pauses = n * len(stages) // degrees.pp, degrees.pp - 1
-    of_equal = None if SCHEDULES[name].zero_bubble else pauses / (passes + pauses)
     return {
         "schedule": name,
         "microbatches": n,
         "stages": stages,
         "largest_rank": peaks.index(max(peaks)),
         "bubble": sum(idle) / len(idle),
-        "bubble_of_equal_stages": of_equal,
+        "bubble_of_equal_stages": pauses / (passes + pauses),
         "send_bytes": timed.send_bytes,
         "send_s": timed.send_s,
         "sent_bytes_per_step": 2 * n * timed.send_bytes * len(stages) // degrees.pp,

@@ -79,7 +79,7 @@ class Group:
 def without_fsdp(job: Job) -> bool:
     """Return whether `job` trains without FSDP: if no two of its ranks have the same weights."""
     config, data_ranks = job.config, job.degrees.dp * job.degrees.cp
-    return needs_no_fsdp(config.training, config.parallelism, data_ranks=data_ranks)
+    return needs_no_fsdp(config.training, data_ranks=data_ranks)
 
 
 class Rank:

@@ -107,18 +107,14 @@ class Space:
                 yield chosen, replicas
 
     def _pipelines(self) -> Iterator[Settings]:
-        """Yield the given degree of pipeline parallelism, else none, with each schedule.
-        Zero-bubble ones do not allow activation checkpointing, and weights that are gathered
-        again."""
+        """Yield the given degree of pipeline parallelism, else none, with each schedule."""
         default = self.config.parallelism.pipeline_parallel_schedule
         for degree in self._values(PP, 1):
             names = [name for name in SCHEDULES if name != "GPipe"]  # never faster than 1F1B
             if SCHEDULE in self.kept or degree == 1:
                 names = [default]
             for name in names:
-                no_bubble = SCHEDULES[name].zero_bubble and degree > 1
-                mode, reshard = ("none", "never") if no_bubble else (AUTO, AUTO)
-                yield {PP: degree, SCHEDULE: name, MODE: mode, RESHARD: reshard}
+                yield {PP: degree, SCHEDULE: name, MODE: AUTO, RESHARD: AUTO}
 
     def _values(self, name: str, number: int) -> list[int]:
         """Return the divisors of `number`, or the given value of the key."""

@@ -25,7 +25,8 @@ CONFIGS = {
     "CPU": ("--job.config_file=debug_model", "--training.local_batch_size=2"),
     "GPU": (
         "--job.config_file=llama3_8b",
-        "--model.flavor=8B_16layers",  # whose rows all fit 80 GB
+        "--model.flavor=8B",
+        "--model.n_layers=16",  # whose rows all fit 80 GB
         "--optimizer.state_dtype=bfloat16",
         "--activation_checkpoint.mode=selective",
     ),

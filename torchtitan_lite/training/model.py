@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import Precision
 from torchtitan_lite.catalog.flavors import OUTPUT, ModelArgs
-from torchtitan_lite.config import zero_bubble
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.convert import convert_linears, must_emulate
 from torchtitan_lite.float8.graph_passes import add_passes
@@ -225,9 +224,7 @@ def build_microbatches(
 ) -> PlainMicrobatches | PipelinedMicrobatches:
     """Build what runs forward and backward passes, on this rank alone or through a pipeline."""
     config, degrees = job.config, job.degrees
-    cross_entropy = CrossEntropy(
-        compiled=config.compile.covers("loss"), repeatable=zero_bubble(config.parallelism)
-    )
+    cross_entropy = CrossEntropy(compiled=config.compile.covers("loss"))
     gathers_logits = degrees.tp > 1 and config.parallelism.disable_loss_parallel
     losses = [
         ModelLoss(stage, cross_entropy, gathers_logits=gathers_logits) for stage in built.stages
