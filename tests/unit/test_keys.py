@@ -19,16 +19,16 @@ from torchtitan_lite.config.keys import (
 
 
 @pytest.mark.parametrize(("name", "kind", "type_text", "optional", "default"), [
-    ("training.steps", "int", "int", False, 1000),
-    ("compile.enable", "bool", "bool", False, False),
-    ("job.dump_folder", "str", "str", False, "./outputs"),
-    ("lr_scheduler.decay_ratio", "float", "float", True, None),
-    ("model.rope_scaling", "table", "{factor, low_freq_factor, high_freq_factor, "
+    ("training.steps", "integer", "integer", False, 1000),
+    ("compile.enable", "boolean", "boolean", False, False),
+    ("job.dump_folder", "string", "string", False, "./outputs"),
+    ("lr_scheduler.decay_ratio", "number", "number", True, None),
+    ("model.rope_scaling", "object", "{factor, low_freq_factor, high_freq_factor, "
      "original_max_position_embeddings}", True, None),
-    ("validation.dataset", "str", '"pystdlib"|"c4"|"c4_test"|"c4_validation"', True, None),
-    ("lr_scheduler.decay_type", "str", '"linear"|"sqrt"|"cosine"', False, "linear"),
-    ("training.datasets", "list", "list of {path, weight}", False, []),
-    ("compile.components", "list", 'list of "model"|"loss"', False, ["model", "loss"]),
+    ("validation.dataset", "string", '"pystdlib"|"c4"|"c4_test"|"c4_validation"', True, None),
+    ("lr_scheduler.decay_type", "string", '"linear"|"sqrt"|"cosine"', False, "linear"),
+    ("training.datasets", "array", "array of {path, weight}", False, []),
+    ("compile.components", "array", 'array of "model"|"loss"', False, ["model", "loss"]),
 ])  # fmt: skip
 def test_a_key_has_the_type_and_default_of_its_field(name, kind, type_text, optional, default):
     key = KEYS[name]
@@ -38,7 +38,7 @@ def test_a_key_has_the_type_and_default_of_its_field(name, kind, type_text, opti
 
 def test_every_key_is_of_a_known_kind_and_documented_in_one_line():
     for name, key in KEYS.items():
-        assert key.kind in ("bool", "int", "float", "str", "list", "table"), name
+        assert key.kind in ("boolean", "integer", "number", "string", "array", "object"), name
         assert key.doc and "\n" not in key.doc, name
         assert name == f"{key.table}.{key.name}" and key.table in TABLES
 
@@ -51,8 +51,7 @@ def test_every_key_is_of_a_known_kind_and_documented_in_one_line():
     (("a", "b"), '["a", "b"]'),
     (True, "true"),
     (None, "unset"),
-    ({"a": 1, "b": "c"}, '{ a = 1, b = "c" }'),
-    ({}, "{}"),
+    ({"a": 1, "b": "c"}, '{"a": 1, "b": "c"}'),
 ])  # fmt: skip
 def test_show(value, shown):
     assert show(value) == shown
@@ -83,14 +82,10 @@ def test_help_documents_every_key_in_100_columns():
     decay = '  --lr_scheduler.decay_type "linear"|"sqrt"|"cosine" (default: "linear")\n      Shape'
     assert decay in page
     assert "\n[training]\n  --training.dataset " in page
-    assert "  --training.dataset_path str (default: unset)\n" in page
+    assert "  --training.dataset_path string (default: unset)\n" in page
     assert "--job.config_file names" in page and 'base = "other.toml"' in page
 
 
 def test_config_page_is_the_one_in_docs():
     page = format_config_page()
     assert page == (Path(__file__).parents[2] / "docs/config.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| `")]
-    assert [row.split("`")[1] for row in rows] == [key.name for key in KEYS.values()]
-    decay = r'| `decay_type` | `"linear"\|"sqrt"\|"cosine"` | `"linear"` | Shape '
-    assert [row.startswith(decay) for row in rows].count(True) == 1

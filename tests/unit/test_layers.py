@@ -36,7 +36,7 @@ HUGE = "9" * 5000  # more digits than Python converts
         ("--optimizer.lr -1e-3", "optimizer.lr", -1e-3),
         ("--optimizer.lr .1", "optimizer.lr", 0.1),
         ("--optimizer.lr -1.e-3", "optimizer.lr", -1e-3),
-        ("--optimizer.lr +3", "optimizer.lr", 3),
+        ("--optimizer.lr +3", "optimizer.lr", 3.0),
         ("--optimizer.lr .", "optimizer.lr", "."),
         ("--compile.enable", "compile.enable", True),
         ("--compile.enable --training.steps 3", "compile.enable", True),
@@ -82,12 +82,12 @@ def test_words_that_set_a_key(words: str, name: str, value: object) -> None:
     ("words", "problem"),
     [
         ("junk", r'unexpected "junk" .* --table\.key value, lists as a,b'),
-        ("training.steps=3", r'unexpected "training.steps=3" .* mean --training\.steps\?'),
-        ("-training.step 3", r'unexpected "-training.step" .* mean --training\.steps\?'),
+        ("training.steps=3", r'unexpected "training.steps=3" .* write --training\.steps '),
+        ("-training.step 3", r'unexpected "-training.step" .* write --training\.steps '),
         ("--", r'unexpected "--" .* --table\.key'),
         ("--=3", r'unexpected "--=3" .* --table\.key'),
-        ("--training.steps", r"--training\.steps \(from .*\): needs .* int$"),
-        ("--job.no_dump_folder", r"--job\.dump_folder \(from .*\): needs .* str$"),
+        ("--training.steps", "--training.steps on .* needs .* integer$"),
+        ("--job.no_dump_folder", "--job.dump_folder on .* needs .* string$"),
         ("--compile.no-enable false", r'unexpected "false"'),
         ("--float8.recipe_name --compile.enable", r'--float8\.recipe_name .* "tensorwise"\|'),
     ],
@@ -98,17 +98,10 @@ def test_words_that_are_no_override(words: str, problem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "example"),
-    [
-        ("", "debug_model"),
-        ("--job.config_file", "debug_model"),
-        ("--job.config_file=", "debug_model"),
-        ("--training.steps 3", "debug_model"),
-        ("own/8b.toml --training.steps 3", "own/8b.toml"),
-    ],
+    "words", ["", "--job.config_file", "--job.config_file=", "own/8b.toml --training.steps 3"]
 )
-def test_no_config_file(words: str, example: str) -> None:
-    with pytest.raises(ConfigError, match=f"no config file; .* --job.config_file {example}$"):
+def test_no_config_file(words: str) -> None:
+    with pytest.raises(ConfigError, match="no config file; .* --job.config_file debug_model$"):
         read_command_line(words.split())
 
 
@@ -145,9 +138,9 @@ def test_empty_tables_count_only_where_their_name_is_unknown(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("text", "refused"),
     [
-        ('base = "b.toml"', "files form a cycle: T/a.toml -> T/b.toml -> T/x/../a.toml; remove"),
-        ('base = "a.toml"', "cycle: T/a.toml -> T/a.toml;"),
-        ('base = "gone.toml"', r"T/gone.toml \(base files: T/a.toml -> T/gone.toml\): .*No such"),
+        ('base = "b.toml"', r"T/x/../a.toml \(base of T/b.toml\): base files form a cycle; remove"),
+        ('base = "a.toml"', r"T/a.toml \(base of T/a.toml\): base files form a cycle;"),
+        ('base = "gone.toml"', r"T/gone.toml \(base of T/a.toml\): cannot be read: No such file"),
         ('base = "loop.toml"', "loop.toml.*: cannot be read: Too many levels of symbolic links"),
         ('base = "~no-user/b"', r"base = .~no-user/b. \(from T/a.toml\): .* ~no-user is not known"),
         ("base = 3", r"base = 3 \(from T/a.toml\): must be the path"),

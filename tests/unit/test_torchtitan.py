@@ -108,12 +108,6 @@ def test_other_converters_are_refused(converters):
     )
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_an_opposite_name_turns_its_value_over(enabled):
-    resolved, problems = resolve(**{"metrics.enable_color_printing": enabled})
-    assert (resolved["metrics.disable_color_printing"].value, problems) == (not enabled, [])
-
-
 @pytest.mark.parametrize("old_first", [True, False])
 def test_old_and_new_name_must_agree(old_first):
     names = ["training.compile", "compile.enable"][:: 1 if old_first else -1]

@@ -44,7 +44,7 @@ def add_key_options(parser: Parser) -> None:
     parser.add_argument("--job.config_file", choices=shipped_configs(), help="TOML file or name")
     for name, key in KEYS.items():
         choices = list(FLAVORS) if name == "model.flavor" else list(key.choices)
-        if key.kind == "bool":
+        if key.kind == "boolean":
             choices = ["true", "false"]
         if "{" in key.type_text:  # a table, whose choices are its keys
             choices = []

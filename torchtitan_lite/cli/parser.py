@@ -93,5 +93,5 @@ def split_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         value = None
         if is_key and "=" not in word:
             key = KEYS.get(word[2:].replace("-", "_").replace(".no_", "."))
-            value = BOOL if key is not None and key.kind == "bool" else WORD
+            value = BOOL if key is not None and key.kind == "boolean" else WORD
     return own, keys

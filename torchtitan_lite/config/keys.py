@@ -12,15 +12,6 @@ from typing import Any
 from .sections import Config
 from .types import Section
 
-KINDS = {
-    "boolean": "bool",
-    "integer": "int",
-    "number": "float",
-    "string": "str",
-    "array": "list",
-    "object": "table",
-}
-"""Our names of the types of JSON Schema."""
 LIMITS = {
     "minimum": "at least",
     "exclusiveMinimum": "above",
@@ -40,11 +31,14 @@ and it may have a base too.
 unset, and a list is written a,b or as in TOML. A hyphen may stand for each underscore of a key.
 torchtitan's TOML files and options, up to v0.2.2, work: docs/torchtitan.md.
 """
-PAGE_HEAD = """\
+PAGE = """\
 # Config keys
 
-Every key of the TOML file, with its type, default and meaning. `./run_train.sh --help` prints the
-same. This page is generated: `torchtitan-lite schema --markdown > docs/config.md`.
+What `./run_train.sh --help` prints: every key of the TOML file, with its type, default and meaning.
+This page is generated: `torchtitan-lite schema --markdown > docs/config.md`.
+
+```text
+{}```
 """
 
 
@@ -59,9 +53,9 @@ class Key:
     table: str
     name: str
     kind: str
-    """bool, int, float, str, list or table."""
+    """boolean, integer, number, string, array or object, as in JSON Schema."""
     type_text: str
-    """The type in a few characters: `int`, `"a"|"b"`, `list of "a"|"b"`, `list of {a, b}`."""
+    """Such as `integer`, `"a"|"b"`, `array of "a"|"b"` or `array of {a, b}`."""
     choices: list[str]
     """Allowed values; empty: any. Of a table, or a list of tables, the keys."""
     optional: bool
@@ -71,9 +65,7 @@ class Key:
 
 
 def show(value: object) -> str:
-    """Format a value on one line, nearly as TOML does; `unset` for None."""
-    if value and isinstance(value, dict):
-        return f"{{ {show_settings(value)} }}"
+    """Format a value on one line as JSON, nearly as TOML does; `unset` for None."""
     return "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -111,14 +103,14 @@ def _build_keys(table: str, section: type[Section]) -> Iterator[Key]:
     schema = section.model_json_schema()
     for name, field in schema["properties"].items():
         value = field["anyOf"][0] if "anyOf" in field else field  # without `| None`
-        kind, item = KINDS[value.get("type", "object")], value.get("items", value)
+        kind, item = value.get("type", "object"), value.get("items", value)
         choices = [item["const"]] if "const" in item else item.get("enum", [])
         type_text = "|".join(map(show, choices))
         if "$ref" in item:  # a table, or a list of tables
             choices = list(schema["$defs"][item["$ref"].rpartition("/")[2]]["properties"])
             type_text = f"{{{', '.join(choices)}}}"
-        if choices and kind == "list":
-            type_text = f"list of {type_text}"
+        if choices and kind == "array":
+            type_text = f"array of {type_text}"
 
         doc = " ".join(field["description"].split())
         limits = [f"{words} {value[rule]:,.12g}" for rule, words in LIMITS.items() if rule in value]
@@ -158,12 +150,5 @@ def format_help() -> str:
 
 
 def format_config_page() -> str:
-    """Return docs/config.md: a Markdown table of keys for each TOML table."""
-    lines = [PAGE_HEAD.rstrip()]
-    for table, keys in groupby(KEYS.values(), lambda key: key.table):
-        lines += ["", f"## [{table}]", ""]
-        lines += ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-        for key in keys:
-            row = f"`{key.name}`", f"`{key.type_text}`", f"`{show(key.default)}`", key.doc
-            lines.append("| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |")
-    return "\n".join(lines) + "\n"
+    """Return docs/config.md."""
+    return PAGE.format(format_help())

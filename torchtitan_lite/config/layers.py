@@ -1,11 +1,9 @@
 """Read the layers of a config: a chain of TOML files, then the command line. torchtitan's names of
 our keys are translated; its other keys are ignored or refused, with the reason."""
 
-import re
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,11 @@ from torchtitan_lite.base.jsonfile import parse_toml, read_toml
 from torchtitan_lite.base.logger import logger
 
 from .keys import KEYS, TABLES, Key, closest, did_you_mean, show, show_key
-from .torchtitan import (
-    CONVERTERS,
-    FOREIGN_TABLES,
-    MOVED,
-    OPPOSITES,
-    UNREAD,
-    current_name,
-    find_foreign,
-)
+from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, UNREAD, current_name, find_foreign
 from .types import expand_user
 
 CONFIG_FILE = "job.config_file"
 COMMAND_LINE = "the command line"
-DECIMAL = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
-"""Decimal numbers, also those that TOML refuses: .1 and 1."""
 SHIPPED = Path(__file__).parents[1] / "train_configs"
 """Configs of the package."""
 
@@ -42,44 +30,35 @@ class Setting:
 
     def cite(self, name: str) -> str:
         """Return the start of an error message: `[training] steps = 0 (from run.toml)`."""
-        text = show(self.value)
-        if len(text) > 200:
-            text = f"{text[:200]}..."
-        return f"{show_key(name)} = {text} (from {self.source})"
+        return f"{show_key(name)} = {show(self.value)[:200]} (from {self.source})"
 
 
 Layer = dict[str, Setting]
 """Settings of one source, by dotted name."""
 
 
-def read_files(path: Path) -> list[Layer]:
-    """Return the settings of a file and of its chain of `base` files, from the last base on."""
-    layers: list[Layer] = []
-    files: list[Path] = []
-    resolved: set[Path] = set()
-    while True:
-        files.append(path)
-        chain = " -> ".join(map(str, files))
-        where = f"{path} (base files: {chain})" if layers else str(path)
-        try:
-            content = read_toml(path)
-        except OSError as error:
-            missing = isinstance(error, FileNotFoundError)
-            hint = did_you_mean(path.stem, shipped_configs()) if missing else ""
-            raise ConfigError(f"{where}: cannot be read: {error.strerror}{hint}") from error
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}") from error
-        if path.resolve() in resolved:
-            raise ConfigError(f"base files form a cycle: {chain}; remove one of these `base` lines")
-        resolved.add(path.resolve())
+def read_files(path: Path, *, above: tuple[Path, ...] = ()) -> list[Layer]:
+    """Return the settings of a file and of its chain of `base` files, from the last base on.
+    `above` are the files whose base it is."""
+    where = f"{path} (base of {above[-1]})" if above else str(path)
+    try:
+        content = read_toml(path)
+    except OSError as error:
+        hint = did_you_mean(path.stem, shipped_configs())
+        raise ConfigError(f"{where}: cannot be read: {error.strerror}{hint}") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if path.resolve() in [each.resolve() for each in above]:
+        raise ConfigError(f"{where}: base files form a cycle; remove one of their `base` lines")
 
-        base = content.pop("base", None)
-        layers.insert(0, {name: Setting(value, str(path)) for name, value in _flatten(content)})
-        if base is None:
-            return layers
-        if not isinstance(base, str) or "\0" in base:
-            raise ConfigError(f"base = {show(base)} (from {path}): must be the path of a TOML file")
-        path = path.parent / expand_user(base, what=f"base = {show(base)} (from {path}): ")
+    base = content.pop("base", None)
+    layer = {name: Setting(value, str(path)) for name, value in _flatten(content)}
+    if base is None:
+        return [layer]
+    what = f"base = {show(base)} (from {path}): "
+    if not isinstance(base, str) or "\0" in base:
+        raise ConfigError(f"{what}must be the path of a TOML file")
+    return [*read_files(path.parent / expand_user(base, what=what), above=(*above, path)), layer]
 
 
 def shipped_configs() -> list[str]:
@@ -96,24 +75,19 @@ def find_config(name: str) -> Path:
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted name, value) for every value in a table and its sub-tables.
-
-    A table that is the value of a key is yielded as one value. So is an empty table with an unknown
-    name, so that the name is reported.
-    """
-    tables = [name for name, key in KEYS.items() if key.kind == "table"]
+    """Yield (dotted name, value) for every value in a table and its sub-tables. An empty table with
+    an unknown name is yielded as a value, so that the name is reported."""
     for key, value in table.items():
         name = prefix + key
-        if value and isinstance(value, dict) and name not in tables:
+        if value and isinstance(value, dict) and name not in KEYS:
             yield from _flatten(value, f"{name}.")
         elif value != {} or current_name(name) not in {*TABLES, *FOREIGN_TABLES}:
             yield name, value
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
-    """Return whether the command line has -h or --help, other than -h as the value of a key."""
-    values = [word for option, word in pairwise(argv) if re.fullmatch("--[^=]+", option)]
-    return "--help" in argv or argv.count("-h") > values.count("-h")
+    """Return whether the command line has -h or --help."""
+    return "--help" in argv or "-h" in argv
 
 
 def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
@@ -138,11 +112,8 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
             name = name.replace(".no_", ".")
         key = KEYS.get(current_name(name))
         if not word.startswith("--") or not name:
-            near = closest(name, KEYS)
-            hint = "write options as --table.key value, lists as a,b"
-            if near:
-                hint = f"did you mean --{near}?"
-            problems.append(f"unexpected {show(word)} on the command line; {hint}")
+            fix = f"write --{closest(name, KEYS) or 'table.key'} value, lists as a,b"
+            problems.append(f"unexpected {show(word)} on the command line; {fix}")
             continue
 
         # The value is the rest of the word, or the next word; a bare name means true, or false.
@@ -151,16 +122,12 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
             text = words.popleft()
         if name == CONFIG_FILE:
             path = text
-        elif bare and key and key.kind != "bool":
-            problems.append(
-                f"--{name} (from {COMMAND_LINE}): needs a value of type {key.type_text}"
-            )
+        elif bare and key and key.kind != "boolean":
+            problems.append(f"--{name} on the command line needs a value of type {key.type_text}")
         else:
             layer[name] = Setting(not negated if bare else _parse(text, key), COMMAND_LINE)
     if not path:
-        files = (word for word in argv if word.endswith(".toml"))
-        example = next(files, "debug_model")
-        raise ConfigError(f"no config file; name one: --{CONFIG_FILE} {example}")
+        raise ConfigError(f"no config file; name one: --{CONFIG_FILE} debug_model")
     return find_config(path), layer, problems
 
 
@@ -172,18 +139,18 @@ def given_keys(argv: Sequence[str]) -> set[str]:
 
 
 def _parse(text: str, key: Key | None) -> object:
-    """Parse a word as TOML, but allow unquoted strings.
+    """Parse a word as TOML, but allow unquoted strings, and numbers such as .1 and 1.
 
     Empty text, or None, unsets an optional key. Text that is not TOML is returned; validation
     rejects it, unless the key is a list.
     """
     if key and key.optional and text in ("", "None"):
         return None
-    if key and key.kind == "str" and not text.startswith(('"', "'")):
+    if key and key.kind == "string" and not text.startswith(('"', "'")):
         return text
-    if key and key.kind == "float" and DECIMAL.fullmatch(text):
-        return float(text)
     try:
+        if key and key.kind == "number":
+            return float(text)
         return parse_toml(f"value = {text}".encode())["value"]
     except ValueError:
         return text
@@ -195,12 +162,11 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
     resolved = {name: setting for name, setting in layer.items() if current_name(name) == name}
     problems = []
     for name, old in layer.items():
-        new = current_name(name)
+        new, value = current_name(name), old.value
         if new == name:
             continue
         if new in KEYS:
             logger.info(f"{show_key(name)} is now {show_key(new)}")
-        value = old.value
         if name == CONVERTERS:
             only = value[0] if isinstance(value, list) and len(value) == 1 else value
             chosen = MOVED.get(only, only) if isinstance(only, str) else only
@@ -210,8 +176,6 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
                 continue
             resolved[CONVERTERS] = replace(old, value=chosen)
             value = chosen in ("float8", "mx")
-        elif name in OPPOSITES and isinstance(value, bool):
-            value = not value
 
         rival = resolved.setdefault(new, Setting(value, f"{old.source}, as {show_key(name)}"))
         if rival.value != value:
@@ -227,8 +191,7 @@ def resolve_foreign(settings: Layer) -> list[str]:
     if (converter := settings.pop(CONVERTERS, None)) and converter.value == "mx":
         if names := [name for name in UNREAD if settings.pop(name, None)]:
             unused["[model] converters selects [mx]"] = names
-        source = f"{converter.source}, as {show_key(CONVERTERS)}"
-        settings["float8.recipe_name"] = Setting("mxfp8", source)
+        settings["float8.recipe_name"] = replace(converter, value="mxfp8")
         if filters := settings.pop("mx.filter_fqns", None):
             logger.info("[mx] filter_fqns is now [float8] filter_fqns")
             settings["float8.filter_fqns"] = filters

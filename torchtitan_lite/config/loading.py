@@ -13,9 +13,9 @@ from torchtitan_lite.catalog.schedules import ZERO_BUBBLE
 
 from .arithmetic import resolve_model
 from .checks import check_config
+from .differences import flat_config
 from .keys import KEYS, TABLES, closest, did_you_mean, show
 from .layers import (
-    CONFIG_FILE,
     Layer,
     Setting,
     read_command_line,
@@ -24,25 +24,6 @@ from .layers import (
     resolve_foreign,
 )
 from .sections import Config
-
-RULES = {
-    "bool_type": "must be true or false",
-    "int_type": "must be a whole number",
-    "float_type": "must be a number",
-    "finite_number": "must be a finite number",
-    "string_type": "must be a string, in quotes",
-    "string_too_short": "must not be empty",
-    "string_pattern_mismatch": "must match {pattern}",
-    "tuple_type": "must be a list, in brackets",
-    "model_type": "must be a {type}",
-    "missing": "must be set",
-    "value_error": "{error}",
-    "greater_than": "must be above {gt:,.12g}",
-    "greater_than_equal": "must be at least {ge:,.12g}",
-    "less_than": "must be below {lt:,.12g}",
-    "less_than_equal": "must be at most {le:,.12g}",
-}
-"""Message for each kind of pydantic error. The braces are filled with the limit or the type."""
 
 
 def load_config(argv: list[str], *, world_size: int) -> Config:
@@ -71,8 +52,7 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     except ValidationError as error:
         problems += _describe_all(error, known)
         unsound |= {str(detail["loc"][0]) for detail in error.errors()}
-        sound = {name for name in known if KEYS[name].table not in unsound}
-        config = _validate({name: known[name] for name in sound})
+        config = _validate({name: known[name] for name in known if KEYS[name].table not in unsound})
 
     problems += check_config(config, world_size=world_size, unsound=unsound)
     if problems:
@@ -82,8 +62,8 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     exports = checkpoint.last_save_model_only or checkpoint.last_save_in_hf
     if checkpoint.export_dtype != "float32" and not exports:
         logger.info(
-            "no effect here: [checkpoint] export_dtype: the last save has the whole run; with "
-            "last_save_model_only = true, torchtitan's default, it has weights alone"
+            "no effect here: [checkpoint] export_dtype: the last save has the whole run, unless "
+            "last_save_model_only = true, torchtitan's default"
         )
     return config
 
@@ -110,11 +90,7 @@ def shared_settings(config: Config) -> dict[str, str]:
             "validation": {"dataset_path"},
         }
     )
-    return {
-        f"[{table}] {key}": show(value)
-        for table, section in tables.items()
-        for key, value in section.items()
-    }
+    return {name: show(value) for name, value in flat_config(tables).items()}
 
 
 def dump_config(config: Config, *, changes_only: bool = False) -> str:
@@ -127,7 +103,7 @@ def _validate(settings: Layer) -> Config:
     tables: dict[str, dict[str, object]] = {}
     for name, setting in settings.items():
         key, value = KEYS[name], setting.value
-        if key.kind == "list" and isinstance(value, str) and not value.startswith("["):
+        if key.kind == "array" and isinstance(value, str) and not value.startswith("["):
             value = [part.strip() for part in value.split(",") if part.strip()]
         tables.setdefault(key.table, {})[key.name] = value
     return Config.model_validate(tables)
@@ -136,17 +112,8 @@ def _validate(settings: Layer) -> Config:
 def _describe_unknown(name: str, setting: Setting) -> str:
     """Return the message for an unknown key, which is the same for all keys of an unknown table."""
     table, _, key = name.rpartition(".")
-    if name in TABLES:
-        return f"{setting.cite(name)}: is a table, not a key"
-    if table in KEYS and KEYS[table].kind == "table":
-        return f"{setting.cite(name)}: write --{table}='{show({key: setting.value})}', as one value"
     if table and table not in TABLES:
-        near = f"[{table}]" if table in KEYS else closest(table, TABLES)  # one bracket too few
-        hint = f"; did you mean [{near}]?" if near else ""
-        return f"[{table}] (from {setting.source}): unknown table{hint}"
-
-    if closest(name, [CONFIG_FILE]):
-        return f"{setting.cite(name)}: unknown key; did you mean --{CONFIG_FILE}?"
+        return f"[{table}] (from {setting.source}): unknown table{did_you_mean(table, TABLES)}"
 
     # Suggest the nearest key of the same table, or else of another table.
     for known in ([each for each in KEYS.values() if each.table == table], KEYS.values()):
@@ -161,22 +128,17 @@ def _describe_all(error: ValidationError, settings: Layer) -> list[str]:
 
 
 def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:
+    """Return the message for an invalid value, with pydantic's words for the rule."""
     table, key, *place = detail["loc"]
-    name, kind = f"{table}.{key}", detail["type"]
-    subject = settings[name].cite(name)
-    if place and isinstance(place[-1], str):  # a key of a table, or of one of a list, from 1
-        value = None if kind == "missing" else detail["input"]
-        setting = Setting(value, settings[name].source)
-        owner = f"[[{name}]] {int(place[0]) + 1}" if len(place) == 2 else f"[{name}]"
-        subject = f"{owner}: {setting.cite(place[-1])}"
+    name, word = f"{table}.{key}", str(detail["input"])
+    rule = detail["msg"].replace("Input should", "must").removeprefix("Value error, ")
+    if detail["type"] in ("model_type", "tuple_type"):
+        rule = f"must be of type {KEYS[name].type_text}"
+    if detail["type"] == "extra_forbidden":
+        rule, word = "unknown key", str(place[-1])
 
-    if kind == "literal_error":
-        choices = KEYS[name].choices
-        hint = did_you_mean(str(detail["input"]), choices)
-        if reason := ZERO_BUBBLE.get(str(detail["input"])):
-            hint = f"; {reason}"
-        return f"{subject}: must be {' or '.join(map(show, choices))}{hint}"
-    if kind == "extra_forbidden":
-        return f"{subject}: unknown key{did_you_mean(str(place[-1]), KEYS[name].choices)}"
-    rule = RULES[kind].format(type=KEYS[name].type_text, **detail.get("ctx", {}))
-    return f"{subject}: {rule}"
+    hint = did_you_mean(word, KEYS[name].choices)
+    if reason := ZERO_BUBBLE.get(word):
+        hint = f"; {reason}"
+    within = f"{'.'.join(map(str, place))}: " if place else ""  # such as 0.path: in a list
+    return f"{settings[name].cite(name)}: {within}{rule}{hint}"

@@ -38,12 +38,9 @@ ALIASES = {
     "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
     "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
-    "metrics.enable_color_printing": "metrics.disable_color_printing",
     "validation.enabled": "validation.enable",
 }
 """Current name of each renamed key."""
-OPPOSITES = {"metrics.enable_color_printing"}
-"""Renamed keys whose true is the current key's false."""
 ALIASES |= {
     name.replace("parallelism", "training"): name for name in KEYS if "parallelism." in name
 }
@@ -99,6 +96,9 @@ FOREIGN = {
     "mx.moe_fqns_prototype": Foreign(_EXPERTS),
     "quantize.grouped_mm.float8.*": Foreign(_EXPERTS),
     "quantize.grouped_mm.mx.*": Foreign(_EXPERTS),
+    "metrics.enable_color_printing": Foreign(
+        "terminals have colours, unless disable_color_printing"
+    ),
     "checkpoint.interval_type": Foreign("[checkpoint] interval counts steps", ("steps",)),
     "checkpoint.create_seed_checkpoint": Foreign("all layouts begin with the same weights", OFF),
     "checkpoint.initial_load_in_hf_quantized": Foreign("quantized weights are not read", OFF),
