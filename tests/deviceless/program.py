@@ -24,7 +24,7 @@ from torchtitan_lite import __main__, train
 from torchtitan_lite.base.errors import run_script
 from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.checkpoint import checkpointer
-from torchtitan_lite.metrics.values import StepValues
+from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.models.generate import Sampling
 from torchtitan_lite.tools import bench
 from torchtitan_lite.training.trainer import Trainer

@@ -45,7 +45,7 @@ from torchtitan_lite.checkpoint import checkpointer, folders
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.data.dataloader import Batch
-from torchtitan_lite.metrics.values import StepValues
+from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.models.llama3 import FeedForward
 from torchtitan_lite.parallel import tensor_parallel
 from torchtitan_lite.parallel.microbatches import ModelLoss

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchao.float8.float8_training_tensor import _ToFloat8ConstrFunc
 
-from torchtitan_lite.metrics.values import StepValues
+from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.parallel.microbatches import ModelLoss
 from torchtitan_lite.run.process_group import read_rank
 from torchtitan_lite.training import model as build_model

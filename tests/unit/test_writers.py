@@ -86,9 +86,7 @@ def test_console_shows_the_casts_that_lost_most(notices):
     good = {"sqnr_db": 31.46, "sqnr_db_layer": 0, "underflow": 0.0, "saturation": 0.0}
     writer.write_numerics(15, {"output": {"input": good}})
     assert notices.messages == [
-        "step 12/30  float8 casts: least SQNR -inf dB (grad_output of feed_forward.w2, layer 4), "
-        "underflow up to 12.50% (grad_output of feed_forward.w2, layer 2), "
-        "saturation up to 0.10% (weight of output)",
+        "step 12/30  float8 casts: least SQNR -inf dB (grad_output of feed_forward.w2, layer 4)",
         "step 15/30  float8 casts: least SQNR 31.5 dB (input of output, layer 0)",
     ]
 
@@ -292,7 +290,7 @@ def fill_tensorboards_disk(monkeypatch, room: int) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda failed: None)
 
 
-@pytest.mark.parametrize("room", [0, 5], ids=["at the start", "for its texts"])
+@pytest.mark.parametrize("room", [0, 4], ids=["at the start", "for its texts"])
 def test_tensorboard_is_left_out_if_its_disk_is_full(tmp_path, monkeypatch, notices, room):
     fill_tensorboards_disk(monkeypatch, room)
     assert [type(writer) for writer in build(tmp_path)] == [ConsoleWriter, JsonlWriter]

@@ -22,8 +22,7 @@ class HostEvent:
 
 
 def record_cuda_event() -> torch.cuda.Event:
-    """Record an event in the current stream. Times between such events are the device's: a wait of
-    the host in which the device still had work takes no time."""
+    """Record an event in the current stream; times between such events are the device's."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -2,8 +2,8 @@
 
 To add a figure of a step, add its line to `StepRecord`, and compute the value: a tensor on the
 device in `Trainer.train_step`, which returns it in `StepValues`, anything else in
-`MetricsProcessor`. metrics.jsonl, wandb, TensorBoard's curves and the tables in docs/metrics.md,
-which `python -m torchtitan_lite.metrics.figures` prints, follow from that line.
+`MetricsProcessor`. metrics.jsonl, wandb and TensorBoard's curves follow from that line, and a test
+holds docs/metrics.md to it.
 """
 
 from collections.abc import Mapping
@@ -169,17 +169,3 @@ def figure_of(name: str) -> Figure:
 CastErrors = Mapping[str, Mapping[str, Mapping[str, float]]]
 """CAST_FIGURES by kind of linear and role (input, weight, grad_output). NAME_layer is the index of
 the layer that the figure NAME comes from, if the linear is in a layer."""
-
-
-def reference(figures: Mapping[str, Figure]) -> str:
-    """Return the table of docs/metrics.md about `figures`, in Markdown."""
-    rows = [
-        (f"`{name}`", figure.meaning, figure.unit, f"`{figure.tag}`" if figure.tag else "")
-        for name, figure in figures.items()
-    ]
-    cells = [("figure", "meaning", "unit", "TensorBoard"), ("---",) * 4, *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
-
-
-if __name__ == "__main__":
-    print(*map(reference, (STEP_FIGURES, BETWEEN_STEPS, CAST_FIGURES)), sep="\n\n")

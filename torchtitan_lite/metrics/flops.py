@@ -1,12 +1,12 @@
 """Count the FLOPs of training one token, matmul by matmul, and rate a device's throughput by them.
 
-The count has the three matmuls of every linear and the two of attention with their gradients, but
-not the embedding look-up, norms, rotary embeddings, softmax and the loss. Recomputation by
-activation checkpointing is counted separately.
+Counted are the three matmuls of every linear and the two of attention with their gradients, and
+separately what activation checkpointing computes again.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
@@ -31,19 +31,18 @@ class FlopsLedger:
     by_precision: Mapping[Precision, int]
     """By the precision that computes them, without recomputation."""
     recompute: Mapping[Precision, int]
-    """FLOPs that the backward pass computes again, by precision; not in `by_precision`."""
+    """What the backward pass computes again; not in `by_precision`."""
     output: int
-    """Share of the linear `output`, the projection to the vocabulary."""
+    """Share of the projection to the vocabulary."""
     attention: int
-    """Share of the scores and values in all layers, with their gradients."""
+    """Share of the scores and values in all layers."""
     precisions: Mapping[str, Mapping[str, Precision]]
     """Precision of each of MATMULS in the recipe, by the name of the linear."""
     recompute_is_known: bool = True
     """Whether `recompute` is complete; under a memory budget the compiler decides."""
     fp8_runs_in: Precision = "fp8"
-    """Precision in which fp8 matmuls are computed and counted: another one if emulated."""
+    """What fp8 matmuls are computed and counted in: another precision if emulated."""
     attention_runs_in: Precision = "bf16"
-    """Precision of attention, in which `by_precision` has it."""
     by_module: Mapping[str, Mapping[Precision, int]] = field(default_factory=dict)
     """`by_precision` of each block, such as layers.0, and of `output`."""
 
@@ -122,24 +121,21 @@ def count_flops(
 def document_squares(
     tokens: Tensor, *, bos_id: int, shard_sequence: Callable[[Tensor, int], Tensor]
 ) -> Tensor:
-    """Return this rank's share of the sum of squared document lengths in `tokens` [B, S], [] int64.
+    """Return this rank's share of the sum of squared document lengths in `tokens` [B, S], [] int64,
+    which replaces B * S**2 in the FLOPs of attention. Token i of a document adds 2 * i + 1.
 
-    It replaces B * S**2 in the FLOPs of attention. Token i of a document, counted from 0, adds
-    2 * i + 1. `shard_sequence` returns what this rank computes of a tensor whose given dimension is
-    a sequence. Does not wait for the device."""
+    `shard_sequence` returns what this rank computes of a tensor whose given dimension is a
+    sequence. Does not wait for the device."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     positions = shard_sequence(index - document_starts(tokens, bos_id=bos_id), 1)
     return (2 * positions + 1).sum()
 
 
 def document_values(rank_squares: Tensor, *, whole: int) -> tuple[Tensor, Tensor]:
-    """Return attention_share and attention_imbalance of a step, [] float64, of `rank_squares`
-    [ranks, microbatches] int64.
-
-    `attention_share` is the share of attention's FLOPs that stays within documents: the squares
-    over `whole`, those of sequences that are one document. `attention_imbalance` is the squares of
-    the busiest rank of each microbatch, in which ranks wait for each other, over the mean of ranks.
-    Integers are exact in float64 up to 2**53."""
+    """Return two values of a step, [] float64, of `rank_squares` [ranks, microbatches] int64: the
+    squares over `whole`, those of sequences that are one document, which is the share of
+    attention's FLOPs within documents; and the squares of the busiest rank of each microbatch over
+    the mean of ranks. Integers are exact in float64 up to 2**53."""
     total, busiest = rank_squares.sum().double(), rank_squares.amax(0).sum()
     return total / whole, busiest * len(rank_squares) / total
 
@@ -149,12 +145,9 @@ def document_values(rank_squares: Tensor, *, whole: int) -> tuple[Tensor, Tensor
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast each device trained, in the figures that `figures.StepRecord` describes.
-
-    A utilisation is None if it needs an unknown peak, and above 100 % of an approximate peak, which
-    then was measured too low. `mfu_fp8_peak` is None if fp8 is emulated, `hfu` if the compiler
-    decides what is recomputed, and `mfu_documents` without document masks.
-    """
+    """Figures of StepRecord. A utilisation is None if it needs an unknown peak, and above 100 % of
+    an approximate peak, which then was measured too low. `mfu_fp8_peak` is None if fp8 is emulated,
+    `hfu` if the compiler decides what is recomputed, `mfu_documents` without document masks."""
 
     tps: float
     tflops: float
@@ -169,20 +162,15 @@ class Rates:
 def compute_rates(
     tps: float, *, ledger: FlopsLedger, peaks: Peaks, attention_share: float | None = None
 ) -> Rates:
-    """Return the rates of a device that trained on `tps` tokens per second.
-
-    `attention_share` is the share of attention's FLOPs that document masks leave, if there are."""
+    """Return the rates of a device that trained on `tps` tokens per second. Document masks leave
+    `attention_share` of attention's FLOPs."""
     known, flops = peaks.tflops, ledger.by_precision
     with_recompute = {name: count + ledger.recompute[name] for name, count in flops.items()}
     of_documents: dict[Precision, float] = dict(flops)
     if attention_share is not None:
         of_documents[ledger.attention_runs_in] -= (1 - attention_share) * ledger.attention
 
-    def utilisation(
-        flops: Mapping[Precision, float], tflops: Mapping[Precision, float]
-    ) -> float | None:
-        return compute_utilisation(tps, flops, tflops, approximate=peaks.approximate)
-
+    utilisation = partial(compute_utilisation, tps, approximate=peaks.approximate)
     return Rates(
         tps=tps,
         tflops=ledger.total * tps / 1e12,
@@ -202,7 +190,7 @@ def compute_utilisation(
     *,
     approximate: bool,
 ) -> float | None:
-    """Return the utilisation in percent at `tps` tokens per second of `flops` each, see `Rates`."""
+    """Return the utilisation in percent at `tps` tokens per second of `flops` each."""
     if (ideal := _ideal_seconds(flops, tflops)) is None:
         return None
     percent = 100 * tps * ideal

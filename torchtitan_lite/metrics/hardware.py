@@ -1,10 +1,8 @@
 """The device's peak FLOPS, given, published or measured, and the memory that the run takes of it.
 
-A CPU has no data sheet of matmul peaks, and other processes may use its cores at any time. So its
-peak is measured at each start, by all ranks at once. A rank's peak is the best of many short
-matmuls on one thread, times the threads that the rank can run: a matmul of a millisecond ends
-between two interruptions, even on a busy machine, while on several threads it would wait for the
-slowest of them.
+A CPU's peak is measured at each start, by all ranks at once: the best of many short matmuls on one
+thread, times the threads that the rank can run. A matmul of a millisecond ends between two
+interruptions, even on a busy machine; on several threads it would wait for the slowest.
 """
 
 import os
@@ -37,16 +35,13 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Peaks:
-    """Dense matmul peaks of one device in TFLOPS by precision, grouped by their origin. An unknown
-    peak is left out, never guessed."""
+    """Dense matmul peaks of a device in TFLOPS, by origin. An unknown one is left out."""
 
     device_name: str
     published: Mapping[Precision, float] = field(default_factory=dict)
-    """From the data sheet."""
     measured: Mapping[Precision, float] = field(default_factory=dict)
-    """What matmuls reach on this very device."""
     given: Mapping[Precision, float] = field(default_factory=dict)
-    """From the config."""
+    """By the config."""
     approximate: bool = False
     """Whether utilisations rest on a CPU's measured peaks, which vary by a few percent."""
 
@@ -85,10 +80,8 @@ def _known(**peaks: float | None) -> dict[Any, float]:
 def find_peaks(
     device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision]
 ) -> Peaks:
-    """Return the peaks of `device`, measuring those of `precisions` where necessary.
-
-    A GPU's are measured if [metrics] measure_peak is set, a CPU's also if they are not given. A
-    collective call: ranks measure at the same time, as they train."""
+    """Return the peaks of `device`. Those of `precisions` are measured with [metrics] measure_peak,
+    on a CPU also if they are not given. A collective call: all ranks measure at the same time."""
     given, wanted = given_peaks(metrics), set(precisions) if metrics.measure_peak else set()
     if device.type == "cpu":
         unknown = set(precisions) - given.keys()
@@ -100,16 +93,12 @@ def find_peaks(
 
 
 def measure_peak(precision: Precision, device: torch.device) -> float:
-    """Return the TFLOPS that square matmuls of `precision` reach on `device`.
-
-    On a GPU the result is a median: the best time could be from a moment at which other processes
-    paused. On CPU it is the best, of the threads that torch uses.
-    """
+    """Return the TFLOPS that square matmuls of `precision` reach on `device`: a GPU's median, the
+    best of a CPU with the threads that torch uses."""
     on_gpu = device.type == "cuda"
     size, together = _GPU_MATMULS if on_gpu else _CPU_MATMULS[precision]
 
-    # Random, because a GPU is faster on constants; with a generator of its own, which leaves the
-    # run's random state unchanged.
+    # Random, because a GPU is faster on constants, and without a change of the run's random state.
     generator = torch.Generator(device).manual_seed(0)
     a, b = torch.randn(2, size, size, generator=generator, device=device)
     if precision == "fp8":
@@ -136,7 +125,7 @@ def measure_peak(precision: Precision, device: torch.device) -> float:
 
 
 def measure_cpu_peaks(precisions: Sequence[Precision]) -> dict[Precision, float]:
-    """Return the peaks of the fastest rank in TFLOPS. A collective call, the same on all ranks."""
+    """Return the peaks of the fastest rank in TFLOPS. A collective call."""
     threads, used, device = _rank_threads(), torch.get_num_threads(), torch.device("cpu")
     torch.set_num_threads(1)
     ranks = on_all_ranks(lambda: [threads * measure_peak(name, device) for name in precisions])
@@ -145,8 +134,8 @@ def measure_cpu_peaks(precisions: Sequence[Precision]) -> dict[Precision, float]
 
 
 def _rank_threads() -> float:
-    """Return the number of threads that this rank can run at once: at most its share of the cores,
-    each divided among the ranks of the host that may use it. A collective call."""
+    """Return how many threads this rank can run at once: at most its share of the cores, each
+    divided among the ranks of the host that may use it. A collective call."""
     host, cores = socket.gethostname(), usable_cores()
     ranks = on_all_ranks(lambda: (host, cores))
     users = Counter(core for other, theirs in ranks if other == host for core in theirs)

@@ -5,7 +5,6 @@ own work, and times are between events that are recorded there too. A later call
 once the device has passed the end of the step: usually the call of the next step.
 """
 
-import math
 import statistics
 import time
 from array import array
@@ -25,30 +24,50 @@ from .clock import HostEvent, record_cuda_event
 from .figures import BETWEEN_STEPS, CastErrors, StepRecord
 from .flops import FlopsLedger, compute_rates
 from .hardware import Peaks, peak_memory_gib, total_memory_gib
-from .stage_times import StageFigures, StageTimes
+from .stage_times import StageTimes
 from .summary import FINAL_STEPS, Summary
-from .values import StepValues
 from .writers import warn_left_out
 
-STEP_TIME_WEIGHT = 0.1
-"""Weight of the newest record in the moving average of step times."""
+Scalar = Tensor | float
+"""A number, or a floating-point scalar on the device."""
 AVERAGED = ("attention_share", "attention_imbalance")
 """Values of a step that a record has as averages."""
 Span = tuple[str, Any, Any]
-"""Name and the events of begin and end: of a `step`, of its waits for `data` and `compile`, and
-with pipelines of the `pipeline` and of each computation of a `stage N` in it."""
+"""Name and the events of begin and end: of a `step`, its `data` and `compile`, and with pipelines
+of the `pipeline` and each computation of a `stage N` in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepValues:
+    """What a step computed, reduced over the ranks, by the names of figures in StepRecord."""
+
+    tokens: int
+    epochs: Mapping[str, float]
+    loss: Scalar
+    loss_max: Scalar
+    grad_norm: Scalar
+    lr: float
+    skipped_steps: Scalar
+    consecutive_skips: Scalar
+    """Steps without an update since the last one that had one."""
+    attention_share: Scalar | None = None
+    """With document masks, as the next one: see `flops.document_values`."""
+    attention_imbalance: Scalar | None = None
+
+    def on_device(self) -> dict[str, Tensor]:
+        """Return the values that are on the device, by name."""
+        return {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
 
 
 @dataclass(frozen=True)
 class _EndedStep:
-    """A step whose values are on their way to the host."""
+    """A step whose values are on their way to the host, in `copy` after the event `arrives`."""
 
     step: int
     time: float
     spans: list[Span]
     computed: StepValues
     copy: Tensor
-    """Those on the device, copied to the host; complete after the event `arrives`."""
     arrives: Any
 
     def values(self) -> StepValues:
@@ -81,9 +100,8 @@ class Skips:
 class MetricsProcessor:
     """Time the steps of a run, make a record of each logged step, and pass it to the writers.
 
-    A step lasts from the end of the previous one, at first from the processor's creation, to its
-    own end, without the time under `outside_step`. Rates also leave out data waits and compilation.
-    """
+    A step lasts from the end of the previous one to its own end, without the time under
+    `outside_step`. Rates also leave out data waits and compilation."""
 
     def __init__(
         self,
@@ -98,14 +116,13 @@ class MetricsProcessor:
         earlier_losses: Sequence[float] = (),
         stage_times: StageTimes | None = None,
     ) -> None:
-        """`start_tokens` is the number of tokens trained on before this process, 0 in a new run,
-        `earlier_losses` the losses of the last steps that were logged then. Only ranks that write
-        metrics have writers, only those of pipelines `stage_times`."""
+        """`start_tokens` and `earlier_losses` are the number of tokens and the last logged losses
+        of earlier processes of the run."""
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
         self.device, self.n_devices, self.writers = device, n_devices, writers
         self.stage_times = stage_times
         self.skips = Skips()
-        """The longest series of steps without an update that the host knows of."""
+        """The longest series that the host knows of."""
 
         # The steps that the host has not read yet, and the time of the one that runs.
         self.record_event: Any = record_cuda_event if device.type == "cuda" else HostEvent
@@ -123,7 +140,6 @@ class MetricsProcessor:
         self._totals: dict[str, float] = defaultdict(float)  # the same, of all steps but the first
         self._steady_tps = array("d")  # of each record but the first; 8 bytes a record
         self._times = {"training": 0.0, "data": 0.0, "compile": 0.0}
-        self._mean_step_s: float | None = None  # moving average over records, without warm-up
 
     # ----- The clock -----
 
@@ -163,11 +179,8 @@ class MetricsProcessor:
     # ----- Steps -----
 
     def end_step(self, step: int, values: StepValues) -> bool:
-        """Take what `step` computed. Return whether records were made, of this or earlier steps.
-
-        Each multiple of log_freq is logged, and this process's first step, alone, because it
-        includes warm-up.
-        """
+        """Take what `step` computed. Return whether records were made, of this or earlier steps:
+        of multiples of log_freq, and of this process's first step, which includes warm-up."""
         # The copy is queued behind the step's work, and the event behind the copy.
         copy = torch.stack([*values.on_device().values()]).to("cpu", non_blocking=True)
         ended = self.record_event()
@@ -179,8 +192,7 @@ class MetricsProcessor:
         return self._take_arrived()
 
     def settle(self) -> None:
-        """Wait for the device, and put the records of all ended steps on disk, with one of the last
-        step in any case."""
+        """Wait for the device, and put all records on disk, with one of the last step."""
         if (last := self._last_ended) is None:
             return
         last.arrives.synchronize()
@@ -213,7 +225,7 @@ class MetricsProcessor:
         return self._last_record is not previous
 
     def own_times(self) -> list[float]:
-        """Return what the other ranks of a pipeline are to know of this one, see `StageTimes`."""
+        """Return what the other ranks of a pipeline are told; nothing without pipelines."""
         if self.stage_times is None:
             return []
         return self.stage_times.own(self._totals, peak_memory_gib(self.device))
@@ -221,8 +233,7 @@ class MetricsProcessor:
     # ----- Records -----
 
     def _write_record(self, ended: _EndedStep, values: StepValues) -> None:
-        """Make the record of the steps since the last one, of which `ended` with its `values` is
-        the newest, and pass it to the writers."""
+        """Write the record of the steps since the last one, of which `ended` is the newest."""
         # Only training counts for rates.
         since, self._since_record = self._since_record, defaultdict(float)
         steps, data_s, compile_s = since["steps"], since["data"], since["compile"]
@@ -237,16 +248,14 @@ class MetricsProcessor:
             self._totals.clear()
         else:
             self._steady_tps.append(tps)
-            before = step_time_s if self._mean_step_s is None else self._mean_step_s
-            self._mean_step_s = before + STEP_TIME_WEIGHT * (step_time_s - before)
 
         memory_gib, total_gib = peak_memory_gib(self.device), total_memory_gib(self.device)
         share, imbalance = (since[name] / steps if name in since else None for name in AVERAGED)
         rates = compute_rates(tps, ledger=self.ledger, peaks=self.peaks, attention_share=share)
-        of_stages = StageFigures()
+        of_stages: dict[str, Any] = {}
         if self.stage_times is not None:
             of_stages = self.stage_times.figures(tokens / steps, self.peaks)
-        self._last_record = StepRecord(
+        self._last_record = record = StepRecord(
             step=ended.step,
             time=ended.time,
             tokens=values.tokens,
@@ -258,7 +267,7 @@ class MetricsProcessor:
             skipped_steps=int(values.skipped_steps),
             attention_imbalance=imbalance,
             **asdict(rates),
-            **asdict(of_stages),
+            **of_stages,
             step_time_s=step_time_s,
             data_time_s=data_time_s,
             data_time_pct=100 * data_time_s / step_time_s,
@@ -266,22 +275,20 @@ class MetricsProcessor:
             memory_pct=None if total_gib is None else 100 * memory_gib / total_gib,
             approximate_mfu=self.peaks.approximate,
         )
-
-        record = self._last_record
         self._losses.append(record.loss)
         self._tell(lambda writer: writer.write(record))
         if compile_s:
             self._write_time(ended.step, "compile", compile_s)
 
     def log_numerics(self, step: int, casts: CastErrors) -> None:
-        """Write the errors of the casts of `step`, the last that ended. Waits for the device."""
+        """Write the errors of the casts of the last step. Waits for the device."""
         assert self._last_ended is not None, "a step has ended"
         self._last_ended.arrives.synchronize()
         self._take_arrived()
         self._tell(lambda writer: writer.write_numerics(step, casts))
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Write figures that belong to no step's record, such as a validation loss."""
+        """Write figures that are in no record, such as a validation loss."""
         self._validation_loss = scalars.get("validation_loss", self._validation_loss)
         self._tell(lambda writer: writer.write_scalars(step, scalars))
 
@@ -296,16 +303,13 @@ class MetricsProcessor:
         self.write_scalars(step, {f"{name}_s": seconds})
 
     def progress(self, *, last_step: int) -> dict[str, float | None]:
-        """Return loss, tps and mfu of the last record, and the seconds to `last_step`; None if
-        unknown or not finite."""
-        record = self._last_record
-        figures: dict[str, float | None] = dict.fromkeys(("loss", "tps", "mfu", "eta_s"))
-        if record is not None:
-            figures |= {"loss": record.loss, "tps": record.tps, "mfu": record.mfu}
-            if self._mean_step_s is not None:
-                figures["eta_s"] = (last_step - record.step) * self._mean_step_s
-        known = {name: x for name, x in figures.items() if x is not None and math.isfinite(x)}
-        return dict.fromkeys(figures) | known
+        """Return loss, tps and mfu of the last record, if there is one, and the seconds from it to
+        `last_step`, which are not known while it includes warm-up."""
+        if (record := self._last_record) is None:
+            return {}
+        left_s = (last_step - record.step) * record.step_time_s
+        eta_s = left_s if self._steady_tps else None
+        return {"loss": record.loss, "tps": record.tps, "mfu": record.mfu, "eta_s": eta_s}
 
     def summary(self) -> Summary | None:
         """Return the outcome so far, or None if no step was trained."""

@@ -1,15 +1,14 @@
 """Share of a pipeline's time that its ranks wait, and the speed of each of its stages.
 
-A rank's pipeline time is that of its schedule: from the step's first action, which on most ranks is
-a wait for another stage, to the last. Usually the first rank's is the longest. In it a rank of p
-computes m microbatches while m + p - 1 pass, if all stages take equally long. The rest is bubble:
-(p - 1) / (m + p - 1) (arXiv 1811.06965, section 2.3, for GPipe; 1F1B has the same).
+The pipeline's time is the longest of its ranks' from the first action of the schedule to the last.
+What a rank does not compute of it is bubble: (p - 1) / (m + p - 1) with p ranks, m microbatches and
+stages that take equally long (arXiv 1811.06965, section 2.3, for GPipe; 1F1B has the same).
 
 Shapes: P ranks of a pipeline, R ranks that share a stage, V stages of a rank.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +17,6 @@ from torchtitan_lite.catalog.devices import Precision
 
 from .flops import compute_utilisation
 from .hardware import Peaks
-
-
-@dataclass(frozen=True)
-class StageFigures:
-    """Figures of a pipeline, by their names in StepRecord. None means unknown."""
-
-    memory_max_gib: float | None = None
-    memory_max_rank: int | None = None
-    bubble_pct: float | None = None
-    stage_time_s: Mapping[int, float] | None = None
-    stage_mfu: Mapping[int, float] | None = None
 
 
 class StageTimes:
@@ -49,8 +37,8 @@ class StageTimes:
         self._recorded, self._memory_gib = self._totals, torch.zeros(1)
 
     def own(self, totals: Mapping[str, float], memory_gib: float) -> list[float]:
-        """Return what other ranks are to know of this one: its peak memory, and of `totals` the
-        number of steps and the seconds of the pipeline and of each stage, [3 + V]."""
+        """Return what other ranks are told, [3 + V]: the peak memory, and of `totals` the number of
+        steps and the seconds of the pipeline and of each stage."""
         stages = [totals[f"stage {stage}"] for stage in self._own_stages]
         return [memory_gib, totals["steps"], totals["pipeline"], *stages]
 
@@ -59,12 +47,12 @@ class StageTimes:
         self._memory_gib = ranks[:, 0]
         self._totals = ranks[:, 1:].view(len(self._rank_stages), -1, ranks.shape[1] - 1)
 
-    def figures(self, step_tokens: float, peaks: Peaks) -> StageFigures:
-        """Return the figures over the steps since the last call, with `step_tokens` each; none
-        before every rank has exchanged such a step."""
+    def figures(self, step_tokens: float, peaks: Peaks) -> dict[str, Any]:
+        """Return figures of StepRecord over the steps since the last call, with `step_tokens` each;
+        none before every rank has exchanged such a step."""
         since = self._totals - self._recorded  # [P, R, 2 + V]
         if not since[..., 0].all():
-            return StageFigures()
+            return {}
         self._recorded = self._totals
 
         # A stage takes the mean of the ranks that share it, which divide its tokens evenly.
@@ -81,13 +69,13 @@ class StageTimes:
             )
             for stage, time_s in stage_time_s.items()
         }
-        return StageFigures(
-            memory_max_gib=self._memory_gib.max().item(),
-            memory_max_rank=int(self._memory_gib.argmax()),
-            bubble_pct=_bubble_pct(since),
-            stage_time_s=dict(sorted(stage_time_s.items())),
-            stage_mfu={i: mfu for i, mfu in sorted(stage_mfu.items()) if mfu is not None},
-        )
+        return {
+            "memory_max_gib": self._memory_gib.max().item(),
+            "memory_max_rank": int(self._memory_gib.argmax()),
+            "bubble_pct": _bubble_pct(since),
+            "stage_time_s": dict(sorted(stage_time_s.items())),
+            "stage_mfu": {i: mfu for i, mfu in sorted(stage_mfu.items()) if mfu is not None},
+        }
 
     def bubble_pct(self) -> float | None:
         """Return the bubble of all exchanged steps; None if there is none."""

@@ -8,8 +8,6 @@ from .figures import StepRecord, format_mfu
 
 FINAL_STEPS = 20
 """A final loss is the mean of so many logged steps, the last ones."""
-OUTCOME = ("loss", "validation_loss", "median_tps", "median_mfu")
-"""Figures by which runs are compared: final/NAME on wandb, z_final/NAME in TensorBoard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +34,14 @@ class Summary:
         return statistics.fmean(self.losses)
 
     def outcome(self) -> dict[str, float]:
-        """Return the figures of OUTCOME that are known."""
-        values = (self.final_loss, self.validation_loss, self.tps, self.mfu)
-        figures = dict(zip(OUTCOME, values, strict=True))
+        """Return the known figures by which runs are compared: final/NAME on wandb, z_final/NAME in
+        TensorBoard."""
+        figures = {
+            "loss": self.final_loss,
+            "validation_loss": self.validation_loss,
+            "median_tps": self.tps,
+            "median_mfu": self.mfu,
+        }
         return {name: value for name, value in figures.items() if value is not None}
 
 

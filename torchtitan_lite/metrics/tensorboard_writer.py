@@ -9,7 +9,7 @@ from typing import Any
 
 from .base_writer import Writer, WrittenRun
 from .figures import figure_of
-from .summary import OUTCOME, Summary
+from .summary import Summary
 
 PAGES: dict[str, dict[str, tuple[str, ...]]] = {
     "loss": {
@@ -45,30 +45,20 @@ def tensorboard_command(folder: Path | str) -> str:
 
 
 class TensorBoardWriter(Writer):
-    """A run's TensorBoard folder. An unknown figure leaves no point.
-
-    Pages, config and hparams are written once, when the run begins; a resumed run adds only points.
-    """
+    """A run's TensorBoard folder. An unknown figure leaves no point."""
 
     spare = "TensorBoard"
 
     def __init__(self, run: WrittenRun, *, folder: str, own: str) -> None:
         """`folder` is in the run folder, `own` a rank's folder in that, or ""."""
-        # Slow to import, and needed only on the rank that writes.
-        from torch.utils.tensorboard import SummaryWriter, summary
+        from torch.utils.tensorboard import SummaryWriter  # slow, and only for ranks that write
 
-        path = run.folder / folder / own
-        is_resumed = any(path.glob("events.out.tfevents.*"))
-        # An earlier process may have trained past that step: TensorBoard drops those points.
-        self._curves: Any = SummaryWriter(str(path), purge_step=run.resume_step + 1)
-
-        # SummaryWriter.add_hparams would need the outcome, which is known at the end.
-        outcome = dict.fromkeys(f"z_final/{name}" for name in OUTCOME)
-        experiment, session, self._session_end = summary.hparams(dict(run.hparams), outcome)
-        if not is_resumed:
-            self._curves.add_custom_scalars(_layout(numerics="numerics" in run.records))
-            self._curves.add_text("config", f"```toml\n{run.config_toml}\n```")
-            self._add_summaries(experiment, session)
+        # An earlier process may have trained past the step: TensorBoard drops those points.
+        path, resume_step = run.folder / folder / own, run.resume_step
+        self._curves: Any = SummaryWriter(str(path), purge_step=resume_step + 1)
+        self._hparams = dict(run.hparams)
+        self._curves.add_custom_scalars(_layout(numerics="numerics" in run.records))
+        self._curves.add_text("config", f"```toml\n{run.config_toml}\n```", resume_step)
         self.flush()
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -81,27 +71,22 @@ class TensorBoardWriter(Writer):
         self._curves.add_text("samples", "\n\n".join(texts), step)
 
     def flush(self) -> None:
-        """Write all points, which a thread does meanwhile, and raise the error if it failed."""
+        """Wait until a thread has written all points, and raise its error if it failed."""
         self._curves.flush()
 
     def close(self, summary: Summary | None) -> None:
-        if summary is not None:
-            for name, value in summary.outcome().items():
-                self._curves.add_scalar(f"z_final/{name}", value, summary.last.step)
-            self._add_summaries(self._session_end)
         self.flush()
+        if summary is not None:
+            outcome = {f"z_final/{name}": value for name, value in summary.outcome().items()}
+            step = summary.last.step
+            self._curves.add_hparams(self._hparams, outcome, run_name=".", global_step=step)
         self._curves.close()
-
-    def _add_summaries(self, *summaries: Any) -> None:
-        for each in summaries:
-            self._curves.file_writer.add_summary(each)
 
 
 def _tags(name: str) -> list[str]:
     """Return the tags of a figure, last the one that charts use; none if it has no curve.
 
-    The Custom Scalars tab calls a curve "tag (run)", and takes everything after the first
-    parenthesis for the run. So a tag with a parenthesis would draw no curve there."""
+    A tag with a parenthesis draws nothing in Custom Scalars, which calls a curve "tag (run)"."""
     _, slash, suffix = name.partition("/")
     tag = figure_of(name).tag
     if "(" in tag:

@@ -91,25 +91,14 @@ class ConsoleWriter(Writer):
         self._log(step, *(f"{name} {value:.4f}" for name, value in scalars.items()))
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
-        """Log the worst casts: the lowest SQNR, the largest underflow and saturation."""
-        by_cast = [
-            (figures, f"{role} of {kind}")
+        """Log the cast with the lowest SQNR."""
+        sqnr_db, cast, layer = min(
+            (figures["sqnr_db"], f"{role} of {kind}", figures.get("sqnr_db_layer"))
             for kind, roles in casts.items()
             for role, figures in roles.items()
-        ]
-
-        def worst(name: str, choose: Any) -> tuple[float, str]:
-            figures, cast = choose(by_cast, key=lambda row: row[0][name])
-            layer = figures.get(f"{name}_layer")
-            return figures[name], cast if layer is None else f"{cast}, layer {layer}"
-
-        sqnr_db, where = worst("sqnr_db", min)
-        parts = [f"least SQNR {sqnr_db:.1f} dB ({where})"]
-        for name in ("underflow", "saturation"):
-            share, where = worst(name, max)
-            if share:
-                parts.append(f"{name} up to {share:.2%} ({where})")
-        self._log(step, f"float8 casts: {', '.join(parts)}")
+        )
+        where = cast if layer is None else f"{cast}, layer {layer}"
+        self._log(step, f"float8 casts: least SQNR {sqnr_db:.1f} dB ({where})")
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Log the beginning of each text."""

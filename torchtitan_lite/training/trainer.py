@@ -24,8 +24,8 @@ from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.metrics.flops import document_squares, document_values
+from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.metrics.records import has_validation
-from torchtitan_lite.metrics.values import StepValues
 from torchtitan_lite.parallel.mesh import all_gather, build_groups
 from torchtitan_lite.run.process_group import set_timeouts
 from torchtitan_lite.run.run_folder import RunFolder
