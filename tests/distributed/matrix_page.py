@@ -13,7 +13,6 @@ from itertools import product
 from pathlib import Path
 
 import matrix
-from launching import read_losses
 
 STEPS = 20
 Cells = Sequence[matrix.Cell]
@@ -90,14 +89,6 @@ def largest(cells: Cells, folder: Path) -> str:
     return " ".join(sentences)
 
 
-def falls(cells: Cells, folder: Path) -> str:
-    """How the losses of the references fall."""
-    alone = dict.fromkeys(cell.reference for cell in cells if cell.reference is not None)
-    trained = [cell for cell in alone if matrix.outcome(cell, folder) == ""]
-    curves = {cell.factors[0]: read_losses(folder / cell.name) for cell in trained}
-    return ", ".join(f"{name} {curve[0]:.4f} to {curve[-1]:.4f}" for name, curve in curves.items())
-
-
 def vocabulary_table(folder: Path) -> str:
     """A row for each vocabulary and degree of tensor parallelism."""
     cells = {(cell.factors, cell.processes): cell for cell in matrix.vocabulary_cells()}
@@ -162,7 +153,7 @@ def page(folder: Path, context: Cells, pipelines: Cells, *, steps: int) -> str:
     head = HEAD.format(**facts)
     return f"""{head}
 {matrix_table(cells, folder)}
-{largest(cells, folder)} The losses fall, alone: {falls(cells, folder)}.
+{largest(cells, folder)}
 
 {context_section(context, folder)}
 {pipeline_section(pipelines, folder)}

@@ -1,17 +1,20 @@
-"""Ranks that share sequences, and the stages of a pipeline, have the gradients of one process."""
+"""Ranks that share sequences or the vocabulary, and the stages of a pipeline, have the gradients of
+one process."""
 
 import json
 from itertools import product
 
 import pytest
 from launching import FOLDER, finish, told
-from matrix import CP, EVENLY, MICROBATCH, MODES, PP, SCHEDULES, TWO
+from matrix import CP, EVENLY, MICROBATCH, MODES, PP, SCHEDULES, TP, TWO
 
 DOCUMENTS = {"": (), "masked": ("--training.document_mask",)}
 TWO_SEQUENCES = (TWO, f"{MICROBATCH}=2", "--training.global_batch_size=8")
 LAYOUTS = {
     "CP 2": (2, (f"{CP}=2",)),
     "CP 4": (2, (f"{CP}=4",)),
+    # A vocabulary that is split unevenly.
+    "TP 2": (2, (f"{TP}=2", "--model.flavor=vocab-50257")),
     # Microbatches of two sequences, and of one.
     "PP 2": (4, (f"{PP}=2", *EVENLY, *SCHEDULES["Interleaved1F1B"], *TWO_SEQUENCES)),
     "PP 4": (4, (f"{PP}=4", *EVENLY)),
@@ -19,7 +22,7 @@ LAYOUTS = {
 """Blocks of the model, and overrides, of four processes."""
 
 
-# ----- context_parallel, pipeline: gradients -----
+# ----- context_parallel, pipeline, CrossEntropy: gradients -----
 @pytest.mark.timeout(300)
 def test_gradients_are_those_of_one_process_within_rounding() -> None:
     """In float32, by parameter. Few are compiled, which takes long."""

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import CommConfig, DebugConfig, ParallelDegrees
-from torchtitan_lite.parallel.alone import init_alone
-from torchtitan_lite.parallel.mesh import build_mesh, set_determinism
+from torchtitan_lite.parallel.mesh import build_mesh, init_alone, set_determinism
 from torchtitan_lite.run import process_group as distributed
 from torchtitan_lite.run.process_group import connect_store, init_distributed
 

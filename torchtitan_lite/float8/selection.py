@@ -22,12 +22,11 @@ TOKENS = "local_batch_size * seq_len / context_parallel_degree"
 
 @dataclass(frozen=True)
 class LinearChoice:
-    """All linears of one kind, such as every layer's wq, that share a decision. Shapes are
-    (out_features, in_features)."""
+    """All linears of one kind, such as every layer's wq, that share a decision."""
 
     kind: str  # name without the layer's number: "attention.wq"
     names: tuple[str, ...]  # of the modules: "layers.0.attention.wq" and so on
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # out_features, in_features
     local_shape: tuple[int, int]  # on each rank under tensor parallelism
     kept_because: str = ""  # why they stay in high precision; "" if they train in float8
 

@@ -1,4 +1,4 @@
-"""The device mesh, gathers over it, and determinism."""
+"""Process groups: the device mesh, gathers over it, and a process alone; and determinism."""
 
 import os
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan_lite.config import DebugConfig, ParallelDegrees
+from torchtitan_lite.run.process_group import has_gpus
 
 # From the slowest link to the fastest: neighbouring ranks share tensor parallelism.
 MESH_DIMS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -54,6 +55,17 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     values = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(values, x, group=group)
     return torch.stack(values)
+
+
+def init_alone() -> torch.device:
+    """Make this process a group of its own, which opens no socket, and return its device. Raises
+    ConfigError for GPUs that PyTorch cannot use."""
+    # It registers the backend "fake", which sends nothing: with one rank, its results are right.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=0, world_size=1)
+    return torch.device("cuda", 0) if has_gpus() else torch.device("cpu")
 
 
 def set_determinism(debug: DebugConfig) -> None:

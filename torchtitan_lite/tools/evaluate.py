@@ -19,8 +19,7 @@ from torchtitan_lite.config import load_config
 from torchtitan_lite.data.corpus import build_validation_corpus
 from torchtitan_lite.data.dataloader import ValidationBatches
 from torchtitan_lite.models.loss import IGNORED
-from torchtitan_lite.parallel.alone import init_alone
-from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.parallel.mesh import build_mesh, init_alone
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.compiler_checks import check_compiler
 from torchtitan_lite.training.build import build_loaded_model

@@ -69,7 +69,6 @@ class BuiltModel:
     linears: list[str]
     """Names of the whole model's linears in float8."""
     asked: Asked
-    """Float8 operations expected of this rank in each step, and compiled graphs."""
 
     @cached_property
     def model(self) -> nn.Module:
@@ -83,12 +82,10 @@ class BuiltModel:
 
 
 def choose_linears(
-    job: Job,
-    *,
-    slower: Callable[[Sequence[LinearChoice]], Mapping[str, str]] | None = None,
+    job: Job, *, slower: Callable[[Sequence[LinearChoice]], Mapping[str, str]] | None = None
 ) -> list[LinearChoice]:
-    """Decide for every linear whether it trains in float8. [float8] filter_fqns = ["auto"] needs
-    `slower`, see `select_linears`. Raises ConfigError."""
+    """Decide for every linear whether it trains in float8; for "auto", `slower` returns a reason
+    against it by kind. Raises ConfigError."""
     float8 = job.config.float8
     filters: Collection[str] = float8.filter_fqns
     if not float8.enable_float8_linear:
