@@ -50,8 +50,7 @@ def test_the_chosen_linears_and_no_others_are_swapped(recipe: str, kind: type[nn
     ],
 )
 def test_recipes_keep_their_scaling(recipe, granularity, high_precision, emulate):
-    model = on_meta(SMALL, recipe, emulate=emulate)
-    config = model.layers["0"].attention.wq.config
+    config = on_meta(SMALL, recipe, emulate=emulate).layers["0"].attention.wq.config
     assert config.emulate is emulate
     assert config.cast_config_input.scaling_granularity is granularity
     grad_weight = config.cast_config_input_for_grad_weight.scaling_type

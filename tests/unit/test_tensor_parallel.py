@@ -43,28 +43,31 @@ def plan(recipe: str | None, *filters: str) -> dict[str, type]:
     return {name: type(style) for name, style in _block_plan(block).items()}
 
 
-def test_without_float8_and_under_rowwise_activations_are_gathered_in_high_precision() -> None:
-    for recipe in (None, "rowwise"):
-        styles = plan(recipe)
-        assert styles["attention"] is styles["feed_forward"] is PrepareModuleInput
-        assert styles["attention.wq"] is styles["feed_forward.w3"] is ColwiseParallel
-        assert styles["attention.wo"] is styles["feed_forward.w2"] is RowwiseParallel
+PLAIN = {"input": PrepareModuleInput, "column": ColwiseParallel, "row": RowwiseParallel}
+FLOAT8 = {
+    "input": PrepareFloat8ModuleInput,
+    "column": Float8ColwiseParallel,
+    "row": Float8RowwiseParallel,
+}
 
 
-def test_under_tensorwise_all_are_the_float8_styles() -> None:
-    styles = plan("tensorwise")
-    assert styles["attention"] is styles["feed_forward"] is PrepareFloat8ModuleInput
-    assert {styles[f"attention.{name}"] for name in ("wq", "wk", "wv")} == {Float8ColwiseParallel}
-    assert styles["attention.wo"] is styles["feed_forward.w2"] is Float8RowwiseParallel
-
-
-def test_an_input_that_a_kept_linear_reads_too_is_gathered_in_high_precision() -> None:
-    styles = plan("tensorwise", "wk", "w2")
-    assert styles["attention"] is PrepareModuleInput
-    assert styles["attention.wk"] is ColwiseParallel
-    assert styles["attention.wq"] is Float8ColwiseParallel
-    assert styles["feed_forward"] is PrepareFloat8ModuleInput
-    assert styles["feed_forward.w2"] is RowwiseParallel
+@pytest.mark.parametrize(
+    ("recipe", "filters", "in_float8"),
+    [
+        (None, (), ""),
+        ("rowwise", (), ""),
+        ("tensorwise", (), "attention wq wk wv wo feed_forward w1 w3 w2"),
+        # An input that a kept linear reads too is gathered in high precision.
+        ("tensorwise", ("wk", "w2"), "wq wv wo feed_forward w1 w3"),
+    ],
+)
+def test_what_only_tensorwise_linears_read_is_gathered_in_float8(recipe, filters, in_float8):
+    kinds = {"attention": "input", "feed_forward": "input", "wo": "row", "w2": "row"}
+    for path, style in plan(recipe, *filters).items():
+        name = path.rpartition(".")[2]
+        if not name.endswith("norm"):
+            styles = FLOAT8 if name in in_float8.split() else PLAIN
+            assert style is styles[kinds.get(name, "column")], path
 
 
 def test_float8_gathers_are_those_of_parts_whose_readers_all_are_tensorwise() -> None:
