@@ -53,7 +53,7 @@ def test_ls_does_not_import_torch(run):
 
 
 def test_ls_names_what_is_missing(checkpoint):
-    with pytest.raises(CheckpointError, match=r"nowhere is missing\."):
+    with pytest.raises(CheckpointError, match="nowhere is missing; name a run folder"):
         checkpoint("ls", "nowhere")
 
 

@@ -17,7 +17,6 @@ from sample_hostile import edits
 from torchtitan_lite.base.errors import CheckpointError, StorageError
 from torchtitan_lite.base.jsonfile import MAX_JSON_BYTES, hash_fields
 from torchtitan_lite.checkpoint import manifest
-from torchtitan_lite.checkpoint.folders import format_summaries, summarize
 from torchtitan_lite.checkpoint.manifest import (
     BLOCK_BYTES,
     MANIFEST,
@@ -33,6 +32,7 @@ from torchtitan_lite.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
+from torchtitan_lite.checkpoint.table import format_checkpoints
 
 SHARD, EMPTY_SHARD, RANDOM = "__0_0.distcp", "__1_0.distcp", "rank-00000.json"
 FILES = {".metadata": b"table", SHARD: b"a" * 9000, EMPTY_SHARD: b"", RANDOM: b"{}"}
@@ -192,7 +192,7 @@ def test_any_value_in_a_manifest_is_read_or_refused(tmp_path_factory, fields):
         read_manifest(folder)
     except BrokenCheckpoint as broken:
         assert "\n" not in str(broken)
-    assert format_summaries([summarize(folder)])
+    assert format_checkpoints([folder])
 
 
 # ----- hash_file, broken_files -----

@@ -6,13 +6,9 @@ import pytest
 from sample_checkpoints import write_checkpoint
 
 from torchtitan_lite.base.errors import CheckpointError
-from torchtitan_lite.checkpoint.folders import (
-    CheckpointSummary,
-    find_checkpoints,
-    format_summaries,
-    step_folder,
-    summarize,
-)
+from torchtitan_lite.checkpoint.folders import find_checkpoints, naming, step_folder
+from torchtitan_lite.checkpoint.manifest import read_manifest
+from torchtitan_lite.checkpoint.table import format_checkpoints
 
 
 @pytest.fixture
@@ -42,37 +38,28 @@ def test_checkpoints_are_found(run):
     assert find_checkpoints(aside) == [aside]
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("run/a", r"a has no checkpoints: name a run folder, its folder of checkp"),
-        ("run/config.toml", r"config.toml has no checkpoints: name a run folder"),
-        ("", r"is no checkpoint; .* holds .*/other, .*/run: name one\.$"),
-        ("missing", r"missing is missing; .* holds .*/other, .*/run: name one\.$"),
-        ("checkpoint/step-00000010", r"step-00000010 is missing; .* holds .*/run: name one\.$"),
-        ("run/checkpoint/step-00000030", r"30 is missing; .* holds .*10, .*20: name one\.$"),
-        ("runs", r"runs holds .*/previous/2026: name one"),
-    ],
-)
-def test_what_is_near_is_named(run, name, message):
-    write_checkpoint(run.parent / "other/checkpoint", 10)
-    if name == "runs":
-        write_checkpoint(run.parent / "runs/previous/2026/checkpoint", 10)
-    with pytest.raises(CheckpointError, match=message):
+@pytest.mark.parametrize(("name", "problem"), [
+    ("run/a", "a has no checkpoints; name a run folder, its folder of checkp"),
+    ("run/config.toml", "config.toml has no checkpoints; name a run folder"),
+    ("missing", "missing is missing; name a run folder"),
+])  # fmt: skip
+def test_folders_without_checkpoints_are_refused(run, name, problem):
+    with pytest.raises(CheckpointError, match=problem):
         find_checkpoints(run.parent / name)
 
 
-# ----- summarize, format_summaries -----
+# ----- naming -----
+def test_the_checkpoints_of_a_run_are_named(run):
+    for path, message in (
+        (run, r"run is no checkpoint, and has \S+-00000010, \S+-00000020: name one"),
+        (run / "a", "a is broken: manifest.json: No such file or directory; fix"),
+        (run / "b", "b is missing: manifest.json: No such file or directory; fix"),
+    ):
+        with pytest.raises(CheckpointError, match=message), naming(path, fix="; fix"):
+            read_manifest(path)
 
 
-def test_a_row_is_what_the_manifest_says(run):
-    path = step_folder(run / "checkpoint", 10)
-    size = sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
-    mesh = {"dp_shard": 2, "tp": 1}
-    assert summarize(path) == CheckpointSummary(
-        str(path), 10, [], 5120, 1.5e9, size, 2, mesh, "tensorwise"
-    )
-    assert summarize(step_folder(run / "checkpoint", 20)).float8 is None
+# ----- format_checkpoints -----
 
 
 def test_broken_checkpoints_stand_in_the_table(run, monkeypatch):
@@ -80,7 +67,7 @@ def test_broken_checkpoints_stand_in_the_table(run, monkeypatch):
     folder = run / "checkpoint"
     (step_folder(folder, 20) / "__0_0.distcp").unlink()
     (folder / "step-00000030").mkdir()
-    assert format_summaries([summarize(path) for path in find_checkpoints(run)]).splitlines() == [
+    assert format_checkpoints(find_checkpoints(run)).splitlines() == [
         "step  tokens  written              GiB    ranks  mesh        float8      state",
         "10    5120    2017-07-14 02:40:00  0.000  2      dp_shard=2  tensorwise  ok",
         "20    10240   2017-07-14 02:40:00  0.000  1      -           no          "
@@ -94,5 +81,4 @@ def test_a_table_of_hostile_configs(run):
     """Values that are valid TOML and of other types than a config's."""
     config = "[float8]\nenable_float8_linear = 2020-01-01\nrecipe_name = [1, {a = 2}]\n"
     path = write_checkpoint(run / "checkpoint", 30, config=config)
-    assert summarize(path).float8 == "[1, {'a': 2}]"
-    assert format_summaries([summarize(path)]).endswith("ok")
+    assert format_checkpoints([path]).endswith("[1, {'a': 2}]  ok")

@@ -26,6 +26,7 @@ from torchtitan_lite.checkpoint.folders import step_folder, steps_with_manifest
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, FileEntry, TrainingProgress
 from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
 from torchtitan_lite.checkpoint.resume import Resume, find_resume, verify
+from torchtitan_lite.checkpoint.table import format_checkpoints
 from torchtitan_lite.config import CheckpointConfig
 
 CPU = torch.device("cpu")
@@ -194,7 +195,7 @@ def test_weights_alone_start_a_new_run(tmp_path):
     refuses_weights(from_hf, path, "initial_load_in_hf = true: .*02 is of torchtitan_lite; set")
     flip_bit(path / "__0_0.distcp")
     refuses_weights(new, path, "contents have changed")
-    refuses_weights(new, tmp_path / "nowhere", "nowhere is missing")
+    refuses_weights(new, tmp_path / "nowhere", "nowhere cannot be listed: No such file")
     (tmp_path / "config.json").touch()
     refuses_weights(new, tmp_path, r"config\.json cannot be loaded: not JSON")
 
@@ -225,9 +226,7 @@ def test_the_last_save_of_a_run_may_have_weights_alone(export_dtype, tmp_path):
     assert SafeReader(path).tensors == states.entries(expected)
     assert differing(SafeReader(path).read_whole(), expected) == []
     assert verify_checkpoint(path, hashes=True) == []
-    table = folders.format_summaries(
-        map(folders.summarize, folders.find_checkpoints(tmp_path / "a"))
-    )
+    table = format_checkpoints(folders.find_checkpoints(tmp_path / "a"))
     assert [line.endswith("ok, weights only") for line in table.splitlines()[1:]] == [False, True]
 
     new = Run(tmp_path / "b")

@@ -14,7 +14,8 @@ import argparse
 from pathlib import Path
 
 from torchtitan_lite.base.errors import CheckpointError
-from torchtitan_lite.checkpoint.folders import find_checkpoints, format_summaries, summarize
+from torchtitan_lite.checkpoint.folders import find_checkpoints
+from torchtitan_lite.checkpoint.table import format_checkpoints
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen command and return the exit code."""
     if args.command == "ls":
-        print(format_summaries([summarize(path) for path in find_checkpoints(args.folder)]))
+        print(format_checkpoints(find_checkpoints(args.folder)))
         return 0
 
     # Imported here because torch takes seconds to import, and ls does without.
