@@ -6,4 +6,4 @@ root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")
 python=$("$root/scripts/setup.sh")
 export PYTHONSAFEPATH=1 # Python 3.11 imports nothing from the working directory then
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} # the environment may have another checkout's package
-LAUNCHED_AS=$(printf %q "$0") exec "$python" -m torchtitan_lite train "$@" # LAUNCHED_AS: for the command to go on
+exec "$python" -m torchtitan_lite train "$@"

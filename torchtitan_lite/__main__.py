@@ -15,7 +15,7 @@ import signal
 
 from torchtitan_lite.base.errors import run_script
 from torchtitan_lite.base.logger import init_logger
-from torchtitan_lite.cli import PROGRAM, run_command
+from torchtitan_lite.cli import run_command
 
 OF_A_JOB = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE))|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+"
@@ -25,9 +25,7 @@ OF_A_JOB = re.compile(
 
 def main() -> None:
     """Run the words of the command line, and exit with the exit code."""
-    if sys.argv[1:2] == ["train"]:
-        os.environ.setdefault("LAUNCHED_AS", f"{PROGRAM} train")
-    else:
+    if sys.argv[1:2] != ["train"]:
         # A command is one process, also in a pod or under torchrun, which set these for a job.
         for name in filter(OF_A_JOB.fullmatch, list(os.environ)):
             del os.environ[name]

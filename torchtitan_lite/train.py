@@ -5,17 +5,17 @@ torchrun starts it in every process: `torchrun -m torchtitan_lite.train --job.co
 
 import gc
 import os
+import signal
 import sys
 
 if __name__ == "__main__":
     # The agent, or torchrun. It may end during the imports, and before them.
     parent = int(os.environ.get("TORCHTITAN_LITE_AGENT") or os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
     if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
-import math
-import time
 from pathlib import Path
 
 import torch
@@ -33,7 +33,7 @@ from torchtitan_lite.base.errors import (
 from torchtitan_lite.base.files import allow_open_files, own_sources
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.run_files import RECORDS, WRITERS
-from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts, steps_with_manifest
+from torchtitan_lite.checkpoint.folders import hf_folder
 from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
@@ -45,15 +45,12 @@ from torchtitan_lite.run.compiler_checks import check_compiler
 from torchtitan_lite.run.outcome import explain, is_within
 from torchtitan_lite.run.process_group import (
     check_started_alike,
-    connect_store,
     end_process,
     init_distributed,
     local_world_size,
     read_rank,
 )
 from torchtitan_lite.run.run_folder import RunFolder
-from torchtitan_lite.run.status import Status, read_status
-from torchtitan_lite.run.time_limit import find_time_limit
 from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.training.trainer import Trainer
 
@@ -87,27 +84,23 @@ def run(config: Config, *, parent: int | None) -> int:
 
 def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str | None:
     """Join the other processes and train. Return what stopped the run early, if anything."""
-    # Join the other processes. All must have the same config, versions and sources.
-    rank, world_size = read_rank()
+    # Join the other processes. All must have the same config, versions and sources. At a time-out,
+    # NCCL's flight recorder writes into the run folder, unless the environment names a place.
     allow_open_files()
-    store = connect_store(config.comm.init_timeout_seconds)
-    check_started_alike(start_facts(config), store=store, rank=rank, world_size=world_size)
-    # At a time-out, NCCL's flight recorder writes into the run folder, if the environment names no
-    # other place.
     traces = folder.path.absolute() / config.comm.save_traces_folder
     trace_file = f"{traces}/{config.comm.save_traces_file_prefix}"
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", trace_file)
     device = init_distributed(config.comm)
+    check_started_alike(start_facts(config))
 
     # Lock the run folder, and find the checkpoint to continue from.
     resume = open_folder(config, folder)
     if device.type == "cuda" and config.comm.trace_buf_size:
         traces.mkdir(parents=True, exist_ok=True)
     logger.info(f"run folder: {folder.path}")
-    limit = find_time_limit(config.job.max_minutes, started=folder.started, env=os.environ)
-    watchdog.time_limit = limit
-    if limit.at < math.inf:
-        logger.info(f"stops at {time.ctime(limit.at)}: {limit.cause}")
+    if (minutes := config.job.max_minutes) is not None:
+        watchdog.deadline = folder.started + 60 * minutes
+        watchdog.deadline_cause = f"the time limit ([job] max_minutes = {minutes:g})"
 
     # Derive the job, the single source of truth from here on.
     job, tokenizer = prepare_job(config, device=device, resume=resume)
@@ -121,7 +114,7 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
         job,
         tokenizer,
         device=device,
-        run_folder=folder if rank == 0 else None,
+        run_folder=folder if dist.get_rank() == 0 else None,
         resume=resume,
         watchdog=watchdog,
     )
@@ -146,55 +139,28 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
     """Lock the run folder; if nothing in it is resumed, move an earlier run aside. A collective
     call.
 
-    Returns the checkpoint to go on from. Raises ConfigError, and changes nothing,
-    if the folder holds files that no run wrote.
+    Returns the checkpoint to go on from. Raises ConfigError, and changes nothing, if the folder
+    holds files that no run wrote.
     """
     checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
 
     # After a restart by torchrun, ignore load_step: the first attempt has loaded that step.
     if on_rank0(folder.lock):
-        on_rank0(lambda: check_same_sources(read_status(folder.path)))
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
     resume = find_resume(checkpoint, folder=checkpoints)
-    on_rank0(lambda: claim_folder(config, folder, resume))
-    folder.join()
-    return resume
-
-
-def claim_folder(config: Config, folder: RunFolder, resume: Resume | None) -> None:
-    """Refuse inputs that would move, then begin the run that continues `resume` in its folder."""
-    checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
     resumes = resume is not None and resume.path.parent == checkpoints
-    for key, path in (
-        ("[checkpoint] initial_load_path", checkpoint.initial_load_path),
-        ("[model] tokenizer_path", config.model.tokenizer_path),
-    ):
-        if not resumes and path and is_within(checkpoints, path):
-            raise ConfigError(
-                f'{key} = "{path}" is in [job] dump_folder = "{folder.path}", whose '
-                "checkpoints move to previous/ when a new run starts; name another "
-                "dump_folder."
-            )
-    if checkpoint.enable and read_status(folder.path) is not None:
-        # If the folder is a link, drafts of a killed save would block the move to previous/.
-        remove_drafts(checkpoints)
-    if not checkpoint.enable and (steps := steps_with_manifest(checkpoints)):
-        logger.warning(
-            f"{checkpoints} has checkpoints up to step {steps[-1]}, and [checkpoint] enable = "
-            "false: they move to previous/; --checkpoint.enable would resume the run"
-        )
-    resumed_config = resume.manifest.config if resume and resumes else None
-    folder.begin(resumed_config=resumed_config, entries=run_entries(config))
 
-
-def check_same_sources(before: Status | None) -> None:
-    """Raise ConfigError if this package has changed since the last attempt of the same run."""
-    if before is not None and before.sources not in (None, own_sources()):
+    # What a new run reads must not move to previous/ with an earlier run's checkpoints.
+    read = (checkpoint.initial_load_path, config.model.tokenizer_path)
+    if not resumes and any(path and is_within(checkpoints, path) for path in read):
         raise ConfigError(
-            f"sources of torchtitan_lite (SHA-256) were {before.sources} in the attempt before and "
-            f"are {own_sources()} in this restart (MAX_RESTARTS), which would train with other "
-            "code; start the run again to go on with that."
+            f'[job] dump_folder = "{folder.path}" has checkpoints that move to previous/ when a '
+            "new run starts, among them [checkpoint] initial_load_path or [model] tokenizer_path = "
+            f"{read}; name another dump_folder."
         )
+    on_rank0(lambda: folder.begin(resumes=resumes, entries=run_entries(config)))
+    folder.started = on_rank0(lambda: folder.started)
+    return resume
 
 
 def run_entries(config: Config) -> list[str]:

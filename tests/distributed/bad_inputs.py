@@ -124,7 +124,7 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
     if words[:1] == ["--job.config_file"]:
         config_file, words = words[1], words[2:]
     if arguments in BEFORE_START:
-        module = "torchtitan_lite.run.launch"
+        command = ["torchtitan_lite", "train"]
         environment = ENV | {"NGPU": "1", "CONFIG_FILE": config_file} | variables
     else:
         words = ["--job.config_file", config_file, *words]
@@ -138,17 +138,17 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
             "LOCAL_WORLD_SIZE": 1,
             "MASTER_PORT": port,
         }
-        module = "torchtitan_lite.train"
+        command = ["torchtitan_lite.train"]
         environment = (
             ENV
             | {name: str(value) for name, value in process.items()}
             | {"MASTER_ADDR": "localhost"}
         )
     without_gpus = environment | {"CUDA_VISIBLE_DEVICES": ""}
-    result = warm.python(["-m", module, *words], cwd=folder, env=without_gpus, timeout=120)
+    result = warm.python(["-m", *command, *words], cwd=folder, env=without_gpus, timeout=120)
     assert "Traceback" not in result.stdout + result.stderr, result.stdout + result.stderr
     _, _, told = result.stdout.rpartition("error:\n")
-    message = (result.stderr if module == "torchtitan_lite.run.launch" else told).strip()
+    message = (result.stderr if arguments in BEFORE_START else told).strip()
     return result.returncode, message.replace(f"{folder}/", "").replace(str(folder), ".")
 
 
@@ -184,16 +184,15 @@ one process, with these arguments after `--job.config_file` and a valid file, or
 ## How a run that failed ends
 
 `run_train.sh` prints the exit code with the cause, the rank if the cause is about one, the step,
-the last checkpoint, the run folder, the logs, and the command that continues the run:
+the last checkpoint, the run folder and the logs. `status.json` says the same:
 
     exit code 6: rank 1 was killed by SIGKILL
     rank: 1
     step: 8
     last checkpoint: outputs/debug_model/checkpoint/step-00000006
     run folder: outputs/debug_model
-    logs: outputs/debug_model/logs/2026-11-20T20-53-20-node0/9f_x/attempt_0/1/{{stdout,stderr}}.log
-    next: look at the logs and at the host of that rank; this continues from the last checkpoint: \
-CONFIG_FILE=debug_model NGPU=2 ./run_train.sh --checkpoint.enable
+    logs: outputs/debug_model/logs/2026-11-20T20-53-20-node0
+    the next start continues from the last checkpoint
 
 | exit code | cause | what to do |
 | --- | --- | --- |
@@ -207,7 +206,8 @@ CONFIG_FILE=debug_model NGPU=2 ./run_train.sh --checkpoint.enable
 | 7 | no space left, or a broken disk | make room, or do as the error says |
 | 75 | stopped by a signal, and saved where checkpoints are enabled | start it again |
 
-The folder of each start in `logs/` also holds `torchrun.log`, which torch's elastic agent writes.
+The folder of each start in `logs/` has every rank's own lines, in `*/attempt_K/LOCAL_RANK/`, and
+`torchrun.log`, which torch's elastic agent writes.
 """
 
 

@@ -65,8 +65,8 @@ def test_a_stage_that_sleeps_ends_the_run_and_is_named(tmp_path: Path) -> None:
     timeouts = ("--comm.init_timeout_seconds=200", "--comm.train_timeout_seconds=5")
     code, cause = fail(tmp_path, *PIPELINE, *timeouts, faults=[asleep])
     assert (code, *reported(tmp_path, "rank")) == (6, 1)
-    assert "rank 1 is in no collective, but at step 4, stage 1, forward and backward, at" in cause
-    assert "rank 0 waited at step 4, stage 0, forward and backward, in _wait_batch_p2p" in cause
+    assert "rank 1 is in no collective, but at step 4, forward and backward, at" in cause
+    assert "rank 0 waited at step 4, forward and backward, in _wait_batch_p2p" in cause
     assert records(tmp_path).keys() == {1, 2, 3}
     assert reported(tmp_path, "last_checkpoint") == [str(checkpoint(tmp_path, 2))]
 

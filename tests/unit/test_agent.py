@@ -35,6 +35,8 @@ def test_nodes_of_a_start_share_a_store_below_a_random_name():
     assert opened(0, socket.create_server(("127.0.0.1", 0)))[1] != name
     with pytest.raises(ConfigError, match="^NNODES=3 on node 1, but node 0 .*:.* NNODES=2"):
         open_store(**at, nnodes=3, timeout_s=30)
+    with pytest.raises(ConfigError, match="^NODE_RANK=1: the run of .* this node already; give"):
+        open_store(**at, nnodes=2, timeout_s=30)
 
 
 @pytest.mark.parametrize("accepts", [True, False])

@@ -42,10 +42,10 @@ def start_on(monkeypatch: pytest.MonkeyPatch, *, gpus: int, processes: int = 1) 
 def test_a_process_that_torchrun_did_not_start_is_refused(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "two" if name == "WORLD_SIZE" else "0")
-    with pytest.raises(ConfigError, match="WORLD_SIZE=two is not a number"):
+    with pytest.raises(ConfigError, match="not started by torchrun .no number in .*'two'"):
         init_distributed(CommConfig())
     monkeypatch.delenv("RANK")
-    with pytest.raises(ConfigError, match=r"RANK is not set.*torchrun .* -m torchtitan_lite\.trai"):
+    with pytest.raises(ConfigError, match=r"'RANK'.*torchrun .* -m torchtitan_lite\.trai"):
         init_distributed(CommConfig())
 
 
@@ -88,14 +88,6 @@ def test_connect_store_separates_the_keys_of_starts_and_attempts(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setenv(name, "1")
             assert not connect_store(5).check(["address"])
-
-
-def test_connect_store_of_a_single_rank_needs_no_network(monkeypatch):
-    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    connect_store(5).set("alone", "yes")
-    assert connect_store(5).get("alone") == b"yes"
 
 
 # ----- init_alone -----

@@ -13,11 +13,12 @@ pytestmark = pytest.mark.timeout(30)
 # A mutex that is locked twice blocks in C for ever, as a collective does for long: Python runs no
 # handler meanwhile.
 CODE = """
-import ctypes, signal, sys, threading, time
+import ctypes, os, signal, sys, threading, time
 from torchtitan_lite.run import signals
 
-signals.DUPLICATE_SECONDS |= {signal.SIGINT: 0.1, signal.SIGTERM: float(sys.argv[1])}
-stop = signals.StopSignal()
+signals.REPEAT_SECONDS |= {signal.SIGINT: 0.1, signal.SIGTERM: float(sys.argv[1])}
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+stop = signals.StopSignal(kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
 signal.signal(signal.SIGWINCH, lambda number, frame: None)
 print(stop.received, flush=True)
 
@@ -91,7 +92,7 @@ def test_a_later_sigterm_kills(blocked):
     assert blocked.process.wait() == -signal.SIGKILL
 
 
-def test_other_signals_that_python_handles_are_no_request(blocked):
-    blocked.send(signal.SIGWINCH, signal.SIGWINCH, signal.SIGTERM)
+def test_other_signals_and_those_that_nohup_ignores_are_no_request(blocked):
+    blocked.send(signal.SIGWINCH, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
     assert blocked.read() == signal.SIGTERM
     assert blocked.lives()

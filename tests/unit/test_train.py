@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sample_checkpoints import CONFIG, write_checkpoint
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._inductor.exc import CppCompileError, InductorError
+from sample_checkpoints import write_checkpoint
 
 from torchtitan_lite import train
 from torchtitan_lite.base.errors import (
@@ -33,8 +31,9 @@ from torchtitan_lite.config import (
     MetricsConfig,
     ModelConfig,
 )
-from torchtitan_lite.run.outcome import CACHED_CODE, explain
+from torchtitan_lite.run.outcome import explain
 from torchtitan_lite.run.run_folder import RunFolder
+from torchtitan_lite.run.status import Status, write_status
 from torchtitan_lite.train import join_and_train, open_folder, run_entries, start_facts
 
 ROOT = Path(__file__).parents[2]
@@ -65,8 +64,8 @@ def test_join_and_train_lets_nccl_write_traces_into_the_run_folder_by_default(
     name = "TORCH_FR_DUMP_TEMP_FILE"
     monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    for each in ("read_rank", "connect_store", "check_started_alike", "start_facts"):
-        monkeypatch.setattr(train, each, lambda *args, **kwargs: (0, 1))
+    for each in ("check_started_alike", "start_facts"):
+        monkeypatch.setattr(train, each, lambda facts: None)
     monkeypatch.setattr(train, "init_distributed", lambda comm: torch.device("cuda"))
     monkeypatch.setattr(train, "open_folder", lambda config, folder: None)
     monkeypatch.setattr(train, "prepare_job", lambda config, **_: 1 / 0)
@@ -158,30 +157,19 @@ def names(path: Path) -> list[str]:
 
 def test_a_folder_that_no_run_wrote_is_left_alone(world, tmp_path):
     (tmp_path / "config.toml").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds config\.toml, but no status\.json of a run"):
+    with pytest.raises(ConfigError, match=r"holds config\.toml, but no valid status\.json"):
         opened_step(tmp_path)
     with pytest.raises(CheckpointError, match="load_step = 7: .* no checkpoint of that step"):
         opened_step(tmp_path, load_step=7)
     assert names(tmp_path) == [".lock", "config.toml"]
 
 
-def test_a_restart_with_other_sources_is_refused(world, tmp_path, monkeypatch):
-    assert opened_step(tmp_path) == 0
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert opened_step(tmp_path) == 0
-    monkeypatch.setattr(train, "own_sources", lambda: "edited")
-    with pytest.raises(ConfigError, match="SHA-256. were [0-9a-f]{16} in .* are edited in this"):
-        opened_step(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert opened_step(tmp_path) == 0  # a new start may have other ones
-
-
 def test_weights_to_begin_with_are_not_moved_away(world, tmp_path):
     initial = write_checkpoint(tmp_path / "checkpoint", 10)
-    with pytest.raises(ConfigError, match=r"initial_load_path = .* is in \[job\] dump_folder = "):
-        opened_step(tmp_path, load_step=0, initial_load_path=str(initial))
-    with pytest.raises(ConfigError, match=r"tokenizer_path = .* is in \[job\] dump_folder = "):
-        opened_step(tmp_path, tokenizer_path=f"{initial}-hf", load_step=0)
+    write_status(tmp_path, Status("done", 1.0, 2.0))
+    for keys in ({"initial_load_path": str(initial)}, {"tokenizer_path": f"{initial}-hf"}):
+        with pytest.raises(ConfigError, match=r"\[job\] dump_folder = .* move to previous.*-0*10"):
+            opened_step(tmp_path, load_step=0, **keys)
     assert initial.is_dir()
     # A run that resumes does not use it.
     assert opened_step(tmp_path, initial_load_path=str(initial)) == 10
@@ -191,7 +179,7 @@ def test_a_run_that_goes_on_from_another_run_moves_an_earlier_one_aside(world, t
     initial = write_checkpoint(tmp_path / "other", 10)
     run = tmp_path / "run"
     write_checkpoint(run / "checkpoint", 20)
-    (run / "config.toml").write_text(CONFIG)
+    write_status(run, Status("done", 1.0, 2.0))
     assert opened_step(run) == 20
     settings: Any = {"initial_load_path": str(initial), "initial_load_model_only": False}
     assert opened_step(run, **settings) == 20
@@ -216,7 +204,7 @@ def test_a_linked_folder_of_checkpoints_stays_linked(world, tmp_path):
     assert opened_step(path) == 10
     with pytest.raises(ConfigError, match="holds checkpoint, a link to .*/disk, .* not empty"):
         opened_step(path, load_step=0)
-    assert names(disk) == ["step-00000010"] and (path / "checkpoint").is_symlink()
+    assert "step-00000010" in names(disk) and (path / "checkpoint").is_symlink()
 
 
 # ----- explain -----
@@ -247,32 +235,6 @@ def test_disks_that_fail_and_lost_ranks_are_told_from_other_failures(error, kind
     known = explained(error)
     assert known is None if kind is None else type(known) is kind
     assert kind is None or re.search(message, str(known))
-
-
-@pytest.mark.parametrize(
-    ("inner", "shown"),
-    [
-        (ImportError("/cache/ab/cab.main.so: file too short"), "ImportError: /cache/ab/cab.main"),
-        (CppCompileError(["g++", "/cache/ab/cab.cpp"], "no at::vec"), "CppCompileError: C"),
-        (AttributeError(f"module '{CACHED_CODE}cab' has no call"), "AttributeError"),
-        (OSError(errno.ENOSPC, "Full", "/cache/ab"), "OSError: [Errno 28] Full"),
-        (NotImplementedError("no such operator"), None),
-    ],
-)
-def test_a_broken_file_of_the_compilers_cache_is_reported_with_its_folder(
-    inner, shown, monkeypatch
-):
-    wrapped = InductorError(inner, None)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    assert explained(wrapped) is None
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/cache")
-    for error in (inner, wrapped, BackendCompilerFailed("inductor", wrapped, None)):
-        known = explained(error)
-        assert (known is None) == (shown is None)
-        if known is not None:
-            assert known.exit_code == 1
-            assert f"It said: {shown}" in str(known)
-            assert "remove the folder /cache and start again" in str(known)
 
 
 # ----- torchtitan_lite: __init__ -----

@@ -127,7 +127,7 @@ def test_a_command_line_that_is_not_utf8_is_refused(toml):
 def test_launch_takes_names_beyond_ascii_in_the_c_locale(tmp_path):
     (tmp_path / "café.toml").write_text("training.steps = 0", encoding="utf-8")
     variables = {"LC_ALL": "C", "NGPU": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "torchtitan_lite.run.launch", "--job.config_file", "café.toml"]
+    command = [sys.executable, "-m", "torchtitan_lite", "train", "--job.config_file", "café.toml"]
     result = subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True)
     expected = "[training] steps = 0 (from café.toml): must be greater than or equal to 1\n"
     assert (result.returncode, result.stderr.decode()) == (2, expected)

@@ -27,7 +27,7 @@ class JobConfig(Section):
     description: str = ""
     """Free text, printed at start and kept in the run folder."""
     max_minutes: Positive | None = None
-    """Minutes until the run saves and ends, with exit code 75; unset: before a Slurm job's end."""
+    """Minutes until the run saves and ends, with exit code 75; unset: no limit."""
     print_config: bool = False
     """Print the resolved config at start."""
 

@@ -3,23 +3,26 @@
 `run.supervise` starts it as `python -m torchtitan_lite.run.agent SPEC WORDS...`.
 SPEC is JSON with these keys; WORDS are the arguments of `torchtitan_lite.train`.
 
-  launch      arguments of torch's LaunchConfig
-  store       arguments of `open_store`
-  log_dir     folder of the workers' logs
-  terminal    file descriptor for the workers' lines on stderr; the agent's own stderr is a log
-  failure     file descriptor for JSON: the arguments of AgentEnd that say what failed
-  launcher    file descriptor whose end means that the launcher is gone
+  store         arguments of `open_store`
+  ngpu          workers to start
+  max_restarts  how often all workers are started again
+  log_dir       folder of the workers' logs
+  terminal      file descriptor for the workers' lines on stderr; the agent's own stderr is a log
+  failure       file descriptor for JSON: the arguments of AgentEnd that say what failed
+  launcher      file descriptor whose end means that the launcher is gone
 """
 
 import os
+import signal
 import sys
 
-if __name__ == "__main__" and sys.path[0] == os.getcwd():  # noqa: PTH109
-    del sys.path[0]  # as in torchtitan_lite.run.launch
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler does not run during C++ waits
+    if sys.path[0] == os.getcwd():  # noqa: PTH109
+        del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import json
 import secrets
-import signal
 import threading
 from concurrent import futures
 from contextlib import redirect_stderr
@@ -36,10 +39,9 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError
 from torchtitan_lite.patches import allow_long_saves
 
-from .signals import DUPLICATE_SECONDS
+from .signals import REPEAT_SECONDS
 
 START_KEY, BACKEND = "torchtitan_lite/start", "torchtitan_lite"
-SIGNALS = ",".join(each.name for each in DUPLICATE_SECONDS)
 
 
 class NodeRendezvous(StaticTCPRendezvous):
@@ -65,7 +67,7 @@ def open_store(
     random name. All keys are below the name, which processes of another start do not know.
 
     Raises RankLostError if node 0 does not answer within `timeout_s`, and ConfigError if it was
-    started with another number of nodes."""
+    started with another number of nodes or has a node of this number already."""
     timeout = timedelta(seconds=timeout_s)
     if node_rank == 0:
         served = dist.TCPStore(
@@ -80,32 +82,39 @@ def open_store(
         served.set(START_KEY, json.dumps([name, nnodes]))
         return served, name
 
-    def join() -> tuple[dist.Store, str, int]:
+    def join() -> tuple[dist.Store, str, int, int]:
         store = dist.TCPStore(host, port, timeout=timeout)
-        return store, *json.loads(store.get(START_KEY))
+        name, started = json.loads(store.get(START_KEY))
+        same = store.add(f"{name}/node {node_rank}", 1) if started == nnodes else 0
+        return store, name, started, same
 
     # A server that accepts connections and does not answer would block this thread for ever.
+    at = f"RDZV_ENDPOINT={host}:{port}"
     try:
-        store, name, started = futures.ThreadPoolExecutor(1).submit(join).result(timeout_s)
+        store, name, started, same = futures.ThreadPoolExecutor(1).submit(join).result(timeout_s)
     except (futures.TimeoutError, dist.DistError) as error:
         raise RankLostError(
-            f"RDZV_ENDPOINT={host}:{port}: no node 0 answers there within [comm] "
-            f"init_timeout_seconds = {timeout_s:g}; start it with NODE_RANK=0 and the same "
-            "RDZV_ENDPOINT, and open the port between the nodes."
+            f"{at}: no node 0 answers there within [comm] init_timeout_seconds = {timeout_s:g}; "
+            "start it with NODE_RANK=0 and the same RDZV_ENDPOINT, and open the port between the "
+            "nodes."
         ) from error
     if started != nnodes:
         raise ConfigError(
-            f"NNODES={nnodes} on node {node_rank}, but node 0 at RDZV_ENDPOINT={host}:{port} was "
-            f"started with NNODES={started}; start all nodes alike, or name another port."
+            f"NNODES={nnodes} on node {node_rank}, but node 0 at {at} was started with "
+            f"NNODES={started}; start all nodes alike, or name another port."
+        )
+    if same > 1:
+        raise ConfigError(
+            f"NODE_RANK={node_rank}: the run of {at} has had this node already; give each node its "
+            "own NODE_RANK, and each run its own port, or start all nodes again."
         )
     return store, name
 
 
 def end_with_launcher(descriptor: int) -> None:
-    """Stop the workers as SIGTERM does when the launcher is gone: nobody else would. A byte says
-    that it has sent SIGTERM itself: a second one would abandon the workers."""
-    if not os.read(descriptor, 1):
-        signal.raise_signal(signal.SIGTERM)
+    """Stop the workers as SIGTERM does when the launcher is gone: nobody else would."""
+    os.read(descriptor, 1)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def run_workers(spec: dict[str, Any], words: list[str]) -> None:
@@ -119,11 +128,15 @@ def run_workers(spec: dict[str, Any], words: list[str]) -> None:
 
     # Start the workers, and wait for them.
     config = LaunchConfig(
-        **spec["launch"],
+        min_nodes=at["nnodes"],
+        max_nodes=at["nnodes"],
+        nproc_per_node=spec["ngpu"],
+        max_restarts=spec["max_restarts"],
         run_id=name,
         rdzv_backend=BACKEND,
         logs_specs=DefaultLogsSpecs(log_dir=spec["log_dir"], tee=Std.ALL),
-        signals_to_handle=SIGNALS,
+        log_line_prefix_template=os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"],
+        signals_to_handle=",".join(each.name for each in REPEAT_SECONDS),
     )
     python = os.environ.get("PYTHON_EXEC", sys.executable)  # as under torchrun
     try:
@@ -158,7 +171,12 @@ def describe(error: ChildFailedError | RunError) -> dict[str, Any]:
     if isinstance(error, RunError):
         return {"cause": str(error), "cause_code": error.exit_code}
     rank, failure = error.get_first_failure()
-    return {"rank": rank, "rank_code": failure.exitcode}
+    if failure.exitcode > 0:
+        cause = f"rank {rank} ended with exit code {failure.exitcode}"
+        return {"cause": cause, "cause_code": failure.exitcode, "rank": rank}
+    killed = f"rank {rank} was killed by {failure.signal_name()}"
+    print(killed, file=sys.stderr)  # other ranks, which only miss it, may report it first
+    return {"cause": killed, "cause_code": RankLostError.exit_code, "rank": rank}
 
 
 if __name__ == "__main__":

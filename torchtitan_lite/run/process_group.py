@@ -1,28 +1,23 @@
 """The process group: how a process joins it, what ranks must agree on, time-outs, how it ends."""
 
-import json
 import os
-import re
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import CommConfig
 
 # NCCL aborts the process, while gloo, whose time-out should come first, raises an error.
 NCCL_EXTRA_SECONDS = 30
-# For the other ranks to read that they differ: the host of rank 0 may serve the store.
-HEARD_SECONDS = 10
 SHOWN_RANKS = 4
 
 
@@ -30,16 +25,17 @@ def read_rank() -> tuple[int, int]:
     """Return this process's rank and the number of processes, which torchrun sets.
 
     Raises ConfigError outside torchrun."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        value = os.environ.get(name, "")
-        if not re.fullmatch("[0-9]{1,9}", value):
-            found = f"={value} is not a number" if value else " is not set"
-            raise ConfigError(
-                f"this process was not started by torchrun ({name}{found}); use torchrun "
-                "--nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or "
-                "./run_train.sh."
-            )
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        rank, world_size, *_ = (
+            int(os.environ[name])
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"this process was not started by torchrun (no number in {error}); use torchrun "
+            "--nproc-per-node 2 -m torchtitan_lite.train --job.config_file FILE, or ./run_train.sh."
+        ) from error
+    return rank, world_size
 
 
 def local_world_size() -> int:
@@ -48,67 +44,44 @@ def local_world_size() -> int:
 
 
 def connect_store(timeout_s: float) -> dist.Store:
-    """Connect to the store of torchrun's job, where ranks meet; the only rank of a job needs no
-    network for it. The connection and each answer may take `timeout_s`, but an answer of a server
-    that is stopped never comes. One connection serves one thread at a time.
+    """Connect to the store of torchrun's job, where ranks meet. The connection and each answer may
+    take `timeout_s`, but an answer of a server that is stopped never comes. One connection serves
+    one thread at a time.
 
     Each start has keys of its own, by its name, and so has each of its attempts: after a restart
     the store still holds what the attempt before left there, such as the addresses of its process
     group."""
     start = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if read_rank() == (0, 1):
-        store = _own_store()
-    else:
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     return dist.PrefixStore(f"{start}/attempt-{attempt}", store)
 
 
-@cache
-def _own_store() -> dist.Store:
-    return dist.HashStore()
-
-
-def check_started_alike(
-    facts: Mapping[str, str], *, store: dist.Store, rank: int, world_size: int
-) -> None:
-    """Raise ConfigError on every rank unless all of them have the same `facts`, values by name.
-    Waits for the slowest rank as long as `store` allows.
+def check_started_alike(facts: Mapping[str, str]) -> None:
+    """Raise ConfigError on every rank unless all of them have the same `facts`, values by name. A
+    collective call.
 
     Ranks that differ in the config, in library versions or in this package's sources would train
     garbage, or hang in a collective that not all of them enter. Nothing in torch compares them."""
-    store = dist.PrefixStore("agreement", store)
-    store.set(f"rank {rank}", json.dumps([f"{rank} on {socket.gethostname()}", facts]))
-
-    # Rank 0 compares, and posts the verdict.
-    if rank == 0:
-        answers = dict(json.loads(store.get(f"rank {other}")) for other in range(world_size))
-        store.set("verdict", describe_differences(answers))
-    if verdict := store.get("verdict").decode():
-        store.set(f"rank {rank} heard", "")
-        if rank == 0:
-            with suppress(RuntimeError):
-                heard = [f"rank {other} heard" for other in range(world_size)]
-                store.wait(heard, timedelta(seconds=HEARD_SECONDS))
-        raise ConfigError(verdict)
+    answers = on_all_ranks(lambda: (socket.gethostname(), facts))
+    if differences := describe_differences(answers):
+        raise ConfigError(differences)
 
 
-def describe_differences(answers: Mapping[str, Mapping[str, str]]) -> str:
+def describe_differences(answers: Sequence[tuple[str, Mapping[str, str]]]) -> str:
     """Return a line for each fact that differs: its values, and the ranks that have them; "" if
-    none differs. `answers` has each rank's facts."""
+    none differs. `answers` has each rank's host and facts."""
     lines = []
-    for name in dict.fromkeys(name for facts in answers.values() for name in facts):
+    for name in dict.fromkeys(name for _, facts in answers for name in facts):
         holders = defaultdict(list)
-        for rank, facts in answers.items():
-            holders[facts.get(name, "none")].append(rank)
-        if len(holders) == 1:
-            continue
-
-        values = []
-        for value, ranks in holders.items():
-            more = f" and {len(ranks) - SHOWN_RANKS} more" if len(ranks) > SHOWN_RANKS else ""
-            values.append(f"{value} (rank {', '.join(ranks[:SHOWN_RANKS])}{more})")
-        lines.append(f"{name} differs between ranks: {'; '.join(values)}")
+        for rank, (host, facts) in enumerate(answers):
+            holders[facts.get(name, "none")].append(f"{rank} on {host}")
+        for ranks in holders.values():
+            if len(ranks) > SHOWN_RANKS:
+                ranks[SHOWN_RANKS:] = [f"{len(ranks) - SHOWN_RANKS} more"]
+        if len(holders) > 1:
+            values = [f"{value} (rank {', '.join(ranks)})" for value, ranks in holders.items()]
+            lines.append(f"{name} differs between ranks: {'; '.join(values)}")
 
     if lines:
         lines.append("start every node with the same config, command line and installation.")
@@ -129,9 +102,12 @@ def init_distributed(comm: CommConfig) -> torch.device:
     if local_world_size() == world_size:
         stay_on_loopback()
     timeout = comm.init_timeout_seconds
-    store = connect_store(timeout)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        backend,
+        store=connect_store(timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
     )
     set_timeouts(timeout)
     return device

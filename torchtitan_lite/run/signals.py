@@ -1,11 +1,12 @@
-"""The signals that ask a run to stop, and how a rank hears them."""
+"""The signals that ask a run to stop, and what a second one does."""
 
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
-DUPLICATE_SECONDS = {
+REPEAT_SECONDS = {
     signal.SIGINT: 0.5,
     signal.SIGTERM: 3.0,
     signal.SIGHUP: 3.0,
@@ -13,18 +14,19 @@ DUPLICATE_SECONDS = {
     signal.SIGUSR1: 3.0,
     signal.SIGUSR2: 3.0,
 }
-"""All of them mean the same. A second one this soon after the first repeats the request: schedulers
-signal every process, and the agent passes on the signals that it gets."""
+"""The first of these signals asks the run to stop and save. A second one kills it, unless it comes
+within these seconds of the first and repeats it: schedulers signal every process, and launcher and
+agent pass on what they get."""
 
 
 class StopSignal:
-    """The request of a signal to stop the run before its next forward pass.
+    """The request of a signal to stop, in the launcher and in each rank.
 
-    Made once a process, on the main thread. A second signal that is no duplicate kills this process
-    at once by SIGKILL.
+    Made once a process, on the main thread. Signals that the process ignores stay ignored, as under
+    nohup. A second signal calls `kill`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kill: Callable[[], None]) -> None:
         self.received = 0
         """Number of the first signal that asked to stop; 0 if none has."""
 
@@ -34,20 +36,18 @@ class StopSignal:
         self._pipe, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        for number in DUPLICATE_SECONDS:
-            # nohup's SIGHUP stays ignored. Shells make background jobs ignore SIGINT and SIGQUIT,
-            # but a rank gets these from somebody who names the process.
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+        for number in REPEAT_SECONDS:
+            if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: None)
-        threading.Thread(target=self._read, name="signals", daemon=True).start()
+        threading.Thread(target=self._read, args=(kill,), name="signals", daemon=True).start()
 
-    def _read(self) -> None:
+    def _read(self, kill: Callable[[], None]) -> None:
         received_at = 0.0
         while True:
             (number,) = os.read(self._pipe, 1)
-            if number not in DUPLICATE_SECONDS:
+            if number not in REPEAT_SECONDS:
                 continue
             if not self.received:
                 self.received, received_at = number, time.monotonic()
-            elif time.monotonic() - received_at > DUPLICATE_SECONDS[signal.Signals(number)]:
-                os.kill(os.getpid(), signal.SIGKILL)
+            elif time.monotonic() - received_at > REPEAT_SECONDS[signal.Signals(number)]:
+                kill()

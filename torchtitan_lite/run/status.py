@@ -1,4 +1,4 @@
-"""The status of a run, as it stands in status.json."""
+"""The status of a run, as it stands in status.json: whose the folder is, and how the run ended."""
 
 import socket
 import time
@@ -15,7 +15,6 @@ from torchtitan_lite.base.files import DISK_FULL, replace_file, storage_fix
 from torchtitan_lite.base.jsonfile import Count, read_regular, strict_json
 
 STATUS_FILE = "status.json"
-BLOCK_BYTES = 4096  # of most file systems; even on a full disk, one block can be overwritten
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class Status:
     """Content of status.json. Times are Unix seconds. A new field needs a default."""
 
     state: Literal["running", "done", "stopped", "failed"]
-    started: float
+    started: float  # identifies the run
     time: float  # last change
     step: Count = 0  # last finished step; of a failed run, the step that failed
     total_steps: Count | None = None
@@ -36,7 +35,6 @@ class Status:
     exit_code: Count | None = None
     rank: Count | None = None  # rank that the cause refers to, if any
     job: str | None = None  # agent that started the run and may restart its processes
-    sources: str | None = None  # hash of the package, as the run began
 
 
 def job_name(agent: int) -> str:
@@ -46,9 +44,8 @@ def job_name(agent: int) -> str:
 
 def read_status(path: Path) -> Status | None:
     """Return the status in a run folder; None if there is no valid one. Ignores unknown keys."""
-    file = path / STATUS_FILE
     try:
-        content = read_regular(file, max_bytes=1 << 20)  # a cause may be long
+        content = read_regular(path / STATUS_FILE, max_bytes=1 << 20)  # a cause may be long
         status = TypeAdapter(Status).validate_json(content)
         time_name(status.started)
     except (OSError, ValueError, ArithmeticError):
@@ -57,8 +54,10 @@ def read_status(path: Path) -> Status | None:
 
 
 def write_status(path: Path, status: Status) -> None:
-    """Replace status.json. On a full disk, overwrite it in place if the run has ended: a file of at
-    most one block needs no new space. Raises ConfigError or StorageError."""
+    """Replace status.json. Raises ConfigError or StorageError.
+
+    On a full disk, overwrite it in place if the run has ended, with a short cause: its first block,
+    4096 bytes on most file systems, needs no new space."""
     file = path / STATUS_FILE
     with explained(path):
         try:
@@ -66,12 +65,9 @@ def write_status(path: Path, status: Status) -> None:
         except OSError as error:
             if error.errno not in DISK_FULL or status.exit_code is None:
                 raise
-            while len(_to_json(status)) > BLOCK_BYTES:
-                if not status.cause:
-                    raise
-                status = replace(status, cause=status.cause[: len(status.cause) // 2])
+            short = replace(status, cause=(status.cause or "")[:400])
             with file.open("r+b") as stream:
-                stream.write(_to_json(status))
+                stream.write(_to_json(short))
                 stream.truncate()
 
 

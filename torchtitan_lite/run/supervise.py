@@ -16,24 +16,21 @@ from typing import Any
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.terminal import clean
 
-from .signals import DUPLICATE_SECONDS
+from .signals import StopSignal
 
 AGENT = (sys.executable, "-m", "torchtitan_lite.run.agent")
-REPEATED_SECONDS = 3.0
-"""A second signal but SIGINT this soon counts as the first: schedulers signal every process."""
 
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """How the agent ended."""
+    """How the agent ended, and what it said about that."""
 
     pid: int
     exit_code: int
-    signalled: signal.Signals | None = None  # the first signal that the launcher received
-    rank: int | None = None  # first worker that failed
-    rank_code: int = 0  # its exit code
-    cause: str = ""  # why the agent started no worker
+    signalled: int = 0  # first signal that the launcher received
+    cause: str = ""
     cause_code: int = 1
+    rank: int | None = None  # first of its workers that failed
 
 
 def listen(endpoint: str) -> socket.socket:
@@ -67,62 +64,42 @@ def run_agent(
 ) -> AgentEnd:
     """Run the agent with `env`, `words` and `spec` in its own session, so that Ctrl-C reaches only
     this process, and wait for its end. It takes over `listener`."""
-    # Blocked signals stay pending until `wait` takes them, so none is missed. A signal that nohup,
-    # or a shell in the background, ignores stays ignored.
-    signals = {each for each in DUPLICATE_SECONDS if signal.getsignal(each) is not signal.SIG_IGN}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-
-    terminal = os.dup(2)
     failure, failure_writer = os.pipe()
-    launcher, alive = os.pipe()
-    passed = {"terminal": terminal, "failure": failure_writer, "launcher": launcher}
-    descriptors = [*passed.values(), *([listener.fileno()] if listener else [])]
+    launcher, alive = os.pipe()  # `alive` closes when this process ends
+    passed = {"terminal": os.dup(2), "failure": failure_writer, "launcher": launcher}
     with (log_dir / "torchrun.log").open("wb") as log:
         agent = subprocess.Popen(
             [*AGENT, json.dumps({**spec, "log_dir": str(log_dir), **passed}), *words],
             env=env,
             stdin=subprocess.DEVNULL,
             stderr=log,
-            pass_fds=descriptors,
+            pass_fds=[*passed.values(), *([listener.fileno()] if listener else [])],
             start_new_session=True,
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, signals),
         )
     for descriptor in (failure_writer, launcher):
         os.close(descriptor)
     if listener is not None:
         listener.close()
 
-    signalled = wait(agent, signals, alive=alive)
-    return AgentEnd(
-        agent.pid, agent.returncode, signalled, **json.loads(os.read(failure, 65536) or b"{}")
-    )
+    signalled = wait(agent)
+    said = json.loads(os.read(failure, 65536) or b"{}")
+    return AgentEnd(agent.pid, agent.returncode, signalled, **said)
 
 
-def wait(
-    agent: subprocess.Popen[bytes], signals: set[signal.Signals], *, alive: int
-) -> signal.Signals | None:
-    """Wait for the agent and forward `signals`, which are blocked. Return the first one.
+def wait(agent: subprocess.Popen[bytes]) -> int:
+    """Wait for the agent, and return the first signal that came, or 0.
 
-    The first one is forwarded as SIGTERM, only once: a second SIGTERM would make the agent abandon
-    its workers. A byte in the pipe `alive` tells it that this end of the pipe may go now. An agent
-    without workers dies of SIGTERM. A second signal kills all processes."""
-    first, duplicates_until = None, 0.0
+    It is forwarded only once: the agent would abandon its workers at a second one. An agent without
+    workers dies of it."""
+    stop = StopSignal(kill=lambda: kill(agent))
+    forwarded = False
     while agent.poll() is None:
-        # sigtimedwait would return signals that nobody sent, after Ctrl-Z and fg.
-        if not signal.sigpending() & signals:
-            time.sleep(0.1)
-            continue
-        received = signal.Signals(signal.sigwait(signals))
-        if first is None:
-            first = received
-            duplicates_until = time.monotonic() + REPEATED_SECONDS
+        if stop.received and not forwarded:
             say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, kills the run")
-            with suppress(OSError):  # the agent may end just now
-                os.write(alive, b"s")
-            agent.terminate()
-        elif received == signal.SIGINT or time.monotonic() > duplicates_until:
-            kill(agent)
-    return first
+            agent.send_signal(stop.received)
+            forwarded = True
+        time.sleep(0.1)
+    return stop.received
 
 
 def kill(agent: subprocess.Popen[bytes]) -> None:

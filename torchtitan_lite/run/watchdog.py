@@ -4,35 +4,31 @@
 a thread of each rank posts a heartbeat, which says where the main thread is, to torchrun's store,
 and looks at the others. The store may never answer, so another thread decides:
 
-- Torchrun is gone, or its store, on the host of rank 0, has not answered for 10 s (30 s at the
-  start): the thread ends the process with exit code 6.
-- A rank is killed or hangs while others are in a collective with it: the collective fails, at once
-  or by its time-out. `explain` finds which rank it is, and kills it if it is silent and on the same
-  host: a stopped process acts on no other signal, and torchrun would wait for it.
-- A rank is silent for longer than a collective may take, while others wait for it outside of
-  collectives, as in a save: the thread of the rank before it calls `fail`.
-- A rank has called `fail`: the process, which may hang, has 10 s to end by itself. Then the thread
-  ends it with exit code 6.
-- A signal asks to stop before the ranks have joined: there is nothing to save, and the rank that
-  this one waits for may be gone. The thread ends the process with exit code 75.
+| lost | what ends this process |
+| --- | --- |
+| torchrun, or its store for 30 s | the thread, with exit code 6 |
+| a rank, in a collective | the collective fails, at once or by its time-out: `explain` |
+| a rank, while others wait outside of collectives | the rank before it calls `fail` |
+| a rank that has called `fail` | this process has 10 s to end by itself; then as for torchrun |
+| a signal asks to stop before all ranks have joined | the thread, with exit code 75 |
 
-The threads count ticks, not seconds, so that a job that is suspended as a whole goes on when it is
-continued. Once a stop was asked for, the loss of torchrun or of its store ends nothing: the same
-signals may have ended torchrun, and the ranks save without it, or fail in a collective.
+`explain` kills a silent rank on the same host: a stopped process acts on no other signal, and
+torchrun would wait for it. The threads count ticks, not seconds, so that a job that is suspended as
+a whole goes on when it is continued. Once a stop was asked for, the loss of torchrun or of its
+store ends nothing: the same signals may have ended torchrun, and the ranks save without it.
 """
 
 import atexit
 import json
 import math
 import os
-import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,23 +36,20 @@ from types import CodeType
 
 import torch.distributed as dist
 
-from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RankLostError
+from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, RankLostError
 from torchtitan_lite.base.logger import logger
 
 from .process_group import connect_store, read_rank
 from .signals import StopSignal
-from .time_limit import TimeLimit
 
 TICK_SECONDS = 1.0
-MAX_SILENT_TICKS = 10  # without an answer of the store, which end the process
+MAX_SILENT_TICKS = 30  # without an answer of the store, which end the process
 GRACE_TICKS = 10  # for a process to end by itself after a rank has failed
 EXTRA_SECONDS = 10  # longer than a collective may take: its failure says more than the thread's
 LOOK_SECONDS = 3.0  # a rank is silent if its heartbeat does not change for this long
-START_TICKS = 30  # for the store to answer at first
-STORE_SECONDS = 2.0  # for it to answer later
+STORE_SECONDS = 2.0  # for the store to answer
 SHOWN_RANKS = 8
 FAILURE_KEY, HEARTBEAT_KEY = "watchdog/failure", "watchdog/heartbeat/{}"
-RANK_KEY = "watchdog/rank/{}"
 
 
 @dataclass(frozen=True)
@@ -69,20 +62,18 @@ class Heartbeat:
     step: int
     phase: str
     place: str  # "in COLLECTIVE", or "at FILE:LINE in FUNCTION"
-    stages: Sequence[int] = ()  # of a pipeline
 
     def __str__(self) -> str:
-        where = f"at step {self.step}, {describe_stages(self.stages)}{self.phase}, {self.place}"
+        where = f"at step {self.step}, {self.phase}, {self.place}"
         return f"{where} (process {self.pid} on {self.host})"
 
 
 class Watchdog:
     """The threads, and the main thread's way to ask about other ranks and to report to them.
 
-    Made once a process, on the main thread, before or after the process group is joined. `parent`
-    is the process that started this one, as it was before slow imports. Before a thread ends the
-    process it calls `report` with the cause and the step. Raises ConfigError outside torchrun, or
-    if the job has a process of this rank already.
+    Made once a process, on the main thread. `parent` is the process that started this one, as it
+    was before slow imports. Before a thread ends the process it calls `report` with the cause and
+    the step. Raises ConfigError outside torchrun.
     """
 
     def __init__(
@@ -95,49 +86,40 @@ class Watchdog:
         self._rank, self._world_size = read_rank()
         self._report = report
         self.timeout_s = timeout_s  # current time-out of collectives
-        self.stop_signal, self.time_limit = StopSignal(), TimeLimit()
+        self.stop_signal = StopSignal(kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
+        self.deadline, self.deadline_cause = math.inf, ""  # Unix seconds; asks to stop as a signal
         self.step, self._phase = 0, "start"
-        self.stages: Sequence[int] = ()  # this rank's, of a pipeline
         self._torchrun = os.getppid() if parent is None else parent
         self._main_thread = threading.get_ident()
         self._failed_in = ""  # place of the collective that has failed
         self._failure = ""  # that a rank has reported
-        self._silent_ticks, self._allowed_ticks = 0, START_TICKS
+        self._silent_ticks = 0
 
-        self._closed, joined, taken = threading.Event(), threading.Event(), threading.Event()
+        self._closed = threading.Event()
         self._judging = threading.Thread(target=self._judge, daemon=True)
-        self._talking = threading.Thread(target=self._talk, args=(joined, taken), daemon=True)
+        self._talking = threading.Thread(target=self._talk, daemon=True)
         self._judging.start()
         self._talking.start()
         # A thread that is in C++ while the interpreter is torn down aborts the process.
         atexit.register(self.close)
-        joined.wait()
-        if taken.is_set():
-            raise ConfigError(
-                f"the run has a rank {self._rank} already: this node was started twice, or belongs "
-                "to another run; give each node its own NODE_RANK, and each run its own port in "
-                "RDZV_ENDPOINT."
-            )
 
     def at(self, step: int, phase: str) -> None:
         """Note that the main thread now does `phase` of `step`. Costs next to nothing."""
         self.step, self._phase = step, phase
 
     def stop_requested(self) -> int:
-        """Return the number of the signal that asked to stop; SIGALRM for the time limit; else
-        0."""
-        return self.stop_signal.received or (signal.SIGALRM if self.time_limit.passed() else 0)
+        """Return the number of the signal that asked to stop; SIGALRM for the deadline; else 0."""
+        late = time.time() >= self.deadline
+        return self.stop_signal.received or (signal.SIGALRM if late else 0)
 
     def stop_cause(self, number: int) -> str:
         """Return the name of what asked to stop on any rank, by the number that ranks agreed on."""
-        signalled = number != signal.SIGALRM
-        return signal.Signals(number).name if signalled else self.time_limit.cause
+        return self.deadline_cause if number == signal.SIGALRM else signal.Signals(number).name
 
     def explain(self, error: BaseException) -> RankLostError:
         """Return why the collective failed that raised `error`: the failure that another rank has
-        reported; else the silent ranks; else the ranks in no collective; else `error` itself. The
-        first of these ranks is the error's `rank`. Takes LOOK_SECONDS. Kills silent processes of
-        this host."""
+        reported; else the silent ranks; else the ranks in no collective. The first of these ranks
+        is the error's `rank`. Takes LOOK_SECONDS. Kills silent processes of this host."""
         *_, (frame, line) = traceback.walk_tb(error.__traceback__)
         self._failed_in = describe_place(frame.f_code, line)
         said = str(error).partition("\n")[0]  # C++ frames may follow
@@ -169,17 +151,14 @@ class Watchdog:
         lines = [f"rank {rank} {text} {others[rank] or 'never'}" for rank, text in named.items()]
         if len(lines) > SHOWN_RANKS:
             lines[SHOWN_RANKS:] = [f"{len(lines) - SHOWN_RANKS} more"]
-        lines.append(f"rank {self._rank} waited {self._heartbeat()}")
-        if not verdicts:  # such as a network interface that this host lacks
-            lines.append(said)
+        lines += [f"rank {self._rank} waited {self._heartbeat()}", said]
         lost = RankLostError("; ".join(lines))
         lost.rank = next(iter(verdicts), None)
         return lost
 
     def fail(self, cause: str) -> None:
         """Report to all ranks that the job has failed. The first report counts."""
-        own = f"{describe_stages(self.stages)}process {os.getpid()} on {socket.gethostname()}"
-        line = f"rank {self._rank} ({own}): {cause}"
+        line = f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}): {cause}"
         with suppress(RuntimeError):
             connect_store(STORE_SECONDS).compare_set(FAILURE_KEY, "", line)
 
@@ -200,7 +179,7 @@ class Watchdog:
                     self._end("stopped by a signal before the ranks joined", STOPPED_EXIT_CODE)
             elif os.getppid() != self._torchrun:
                 self._end("torchrun, which had started this process, is gone")
-            elif self._silent_ticks > self._allowed_ticks:
+            elif self._silent_ticks > MAX_SILENT_TICKS:
                 self._end("torchrun's store, on the host of rank 0, does not answer")
 
             self._silent_ticks += 1
@@ -210,24 +189,17 @@ class Watchdog:
                 self._end(self._failure)
             self._closed.wait(TICK_SECONDS)
 
-    def _talk(self, joined: threading.Event, taken: threading.Event) -> None:
+    def _talk(self) -> None:
         """Tell the store about this rank, and read what it has about others."""
         store: dist.Store | None = None
-        own, quiet_ticks = secrets.token_hex(8), 0
-        neighbour, last_beat = (self._rank + 1) % self._world_size, None
+        neighbour, last_beat, quiet_ticks = (self._rank + 1) % self._world_size, None, 0
         while not self._closed.is_set():
             try:
                 store = store or connect_store(STORE_SECONDS)
-                if store.compare_set(RANK_KEY.format(self._rank), "", own).decode() != own:
-                    taken.set()
-                    self._closed.set()
-                    joined.set()
-                    return
                 store.set(HEARTBEAT_KEY.format(self._rank), json.dumps(asdict(self._heartbeat())))
                 self._failure = read(store, FAILURE_KEY)
                 beat = read_heartbeat(store, neighbour)
-                self._silent_ticks, self._allowed_ticks = 0, MAX_SILENT_TICKS
-                joined.set()
+                self._silent_ticks = 0
 
                 # The next rank may be silent.
                 quiet_ticks = quiet_ticks + 1 if beat is not None and beat == last_beat else 0
@@ -253,7 +225,7 @@ class Watchdog:
         if frame := sys._current_frames().get(self._main_thread):
             place = self._failed_in or describe_place(frame.f_code, frame.f_lineno)
         pid, host = os.getpid(), socket.gethostname()
-        return Heartbeat(pid, host, time.time(), self.step, self._phase, place, self.stages)
+        return Heartbeat(pid, host, time.time(), self.step, self._phase, place)
 
 
 def is_rank_loss(error: BaseException) -> bool:
@@ -283,11 +255,6 @@ def describe_place(code: CodeType, line: int) -> str:
     if Path(code.co_filename).is_relative_to(Path(dist.__file__).parent):
         return f"in {code.co_name}"
     return f"at {Path(code.co_filename).name}:{line} in {code.co_name}"
-
-
-def describe_stages(stages: Sequence[int]) -> str:
-    """Return the stages of a rank as the beginning of a list; "" without pipelines."""
-    return "".join(f"stage {stage}, " for stage in stages)
 
 
 def end_silent(beat: Heartbeat | None) -> str:

@@ -102,7 +102,6 @@ class Trainer:
             job, self.built, self.groups.mesh, device=device, timed=self.metrics.timed
         )
         self.samples = Samples(job, tokenizer, self.model, stages=self.groups.stages, device=device)
-        watchdog.stages = self.built.indices if job.degrees.pp > 1 else ()
 
         # Prefetch batches from here on. Keep the random state with which training starts.
         self.generators = random_state(device)
