@@ -78,8 +78,8 @@ class RunFolder:
                     "or name another folder."
                 )
             if before is not None and resumes:
-                kept = {"step": before.step, "last_checkpoint": before.last_checkpoint}
-                status = replace(status, **kept)
+                last = before.last_checkpoint
+                status = replace(status, step=before.step, last_checkpoint=last)
             elif before is not None:
                 _move_to_previous(self.path, found, started=before.started)
         write_status(self.path, status)
