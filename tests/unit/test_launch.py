@@ -314,13 +314,14 @@ def test_listen_names_a_port_that_is_in_use(dualstack, monkeypatch):
 
 
 def test_a_compiler_that_cannot_work_is_refused_at_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("CONFIG_FILE", "debug_model")
     monkeypatch.setattr(launch, "make_log_folder", lambda path: 1 / 0)
     words = [f"--job.dump_folder={tmp_path}"]
     with pytest.raises(ZeroDivisionError):
         launch.main(words)
-    with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1 turns the compiler off"):
+    with pytest.raises(ConfigError, match="needs a C.. compiler, and there is no no-such-compiler"):
         launch.main([*words, "--compile.enable"])
 
 

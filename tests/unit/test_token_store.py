@@ -189,8 +189,7 @@ def test_a_shard_that_is_gone_is_read_on_where_it_is_open_and_else_named(own):
 
 
 @pytest.mark.parametrize(("code", "fix"), [
-    (errno.EIO, "check the path and its disk"),
-    (errno.EMFILE, r"may open \d+ files .* \(ulimit -n"),
+    (errno.EIO, "check the path, its disk"),
     (errno.EACCES, "fix its permissions"),
 ])  # fmt: skip
 def test_a_whole_store_that_cannot_be_read_is_not_called_damaged(source, monkeypatch, code, fix):

@@ -80,7 +80,7 @@ def test_join_and_train_lets_nccl_write_traces_into_the_run_folder_by_default(
 def test_main_refuses_a_compiler_that_cannot_work(monkeypatch):
     words = ["--job.config_file", "debug_model", "--compile.enable"]
     monkeypatch.setattr(sys, "argv", ["train", *words])
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(train, "end_process", sys.exit)
     with pytest.raises(SystemExit) as ended:
         train.main()

@@ -25,8 +25,7 @@ class RunError(ValueError):
 
 
 class ConfigError(RunError):
-    """The config, or what it asks of the model, the float8 recipe, the layout or the run folder, is
-    not possible."""
+    """The config, or what it asks of model, recipe, layout or run folder, is not possible."""
 
     exit_code = 2
 
@@ -75,9 +74,8 @@ WRONG_PATH |= {errno.ENAMETOOLONG}
 def run_script(main: Callable[[list[str]], int | None]) -> None:
     """Call `main` with the arguments of the command line, and exit with the code that it returns.
 
-    What is printed is cleaned, and goes nowhere if its stream is closed. A RunError is printed
-    without a traceback, and its code is the exit code; an OSError of a file or of standard output
-    ends as a StorageError, or as a ConfigError if its path is wrong. Ctrl-C exits with 130."""
+    What is printed is cleaned, and goes nowhere if its stream is closed. A RunError, and an OSError
+    of a file or of standard output, is one line. Ctrl-C exits with 130."""
     _open_standard_streams()
     with clean_output():
         try:
@@ -90,19 +88,14 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
             print("interrupted", file=sys.stderr)
             code = 130
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in WRONG_PATH:
-                print(f"{error}; fix the path, or name another.", file=sys.stderr)
-                code = ConfigError.exit_code
-            elif isinstance(error, OSError) and error.errno is not None:
+            code = RunError.exit_code
+            if isinstance(error, OSError) and error.errno is not None:
+                code = (ConfigError if error.errno in WRONG_PATH else StorageError).exit_code
+                print(f"{error}; make room, fix the path or name another.", file=sys.stderr)
                 # The interpreter flushes standard output once more at exit.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-                fix = "; make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-                problem = f"a file or standard output cannot be written: {error}{fix}."
-                print(problem, file=sys.stderr)
-                code = StorageError.exit_code
             else:
                 traceback.print_exc()
-                code = RunError.exit_code
     sys.exit(code)
 
 

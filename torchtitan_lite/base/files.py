@@ -58,8 +58,7 @@ def lock_file(file: int | IO[str], operation: int) -> bool:
 
 
 def fsync_folder(path: Path) -> None:
-    """Flush a folder to disk, so that files created, renamed or deleted in it stay so after a power
-    cut."""
+    """Flush a folder to disk: what was created, renamed or deleted in it survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -71,14 +70,9 @@ def storage_fix(error: OSError) -> str:
     """Return what to do about an error of a file or folder, by its number."""
     if error.errno in DISK_FULL:
         return "make room"
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return f"a process may open {soft} files here (ulimit -n; at most {hard}): raise that"
-    if error.errno == errno.EFBIG:
-        return "raise the limit on the size of a file (ulimit -f, or the file system's own)"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "fix its permissions"
-    return "check the path and its disk"
+    return "check the path, its disk and the limits (ulimit -a)"
 
 
 def allow_open_files() -> None:
@@ -91,8 +85,6 @@ def allow_open_files() -> None:
 
 def usable_cores() -> set[int]:
     """Return the CPU cores that this process may use."""
-    if not hasattr(os, "sched_getaffinity"):  # not on Linux
-        return set(range(os.cpu_count() or 1))
     return os.sched_getaffinity(0)
 
 

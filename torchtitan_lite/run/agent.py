@@ -9,7 +9,7 @@ SPEC is JSON with these keys; WORDS are the arguments of `torchtitan_lite.train`
   log_dir       folder of the workers' logs
   terminal      file descriptor for the workers' lines on stderr; the agent's own stderr is a log
   failure       file descriptor for JSON: the arguments of AgentEnd that say what failed
-  launcher      file descriptor whose end means that the launcher is gone
+  launcher      process that the agent must not outlive
 """
 
 import os
@@ -21,9 +21,9 @@ if __name__ == "__main__":
     if sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
+import ctypes
 import json
 import secrets
-import threading
 from concurrent import futures
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -42,6 +42,7 @@ from torchtitan_lite.patches import allow_long_saves
 from .signals import REPEAT_SECONDS
 
 START_KEY, BACKEND = "torchtitan_lite/start", "torchtitan_lite"
+PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 class NodeRendezvous(StaticTCPRendezvous):
@@ -111,12 +112,6 @@ def open_store(
     return store, name
 
 
-def end_with_launcher(descriptor: int) -> None:
-    """Stop the workers as SIGTERM does when the launcher is gone: nobody else would."""
-    os.read(descriptor, 1)
-    signal.raise_signal(signal.SIGTERM)
-
-
 def run_workers(spec: dict[str, Any], words: list[str]) -> None:
     """Run the workers until they are done. Raises ChildFailedError if a worker of this node failed,
     RankLostError if other nodes do not come."""
@@ -151,7 +146,10 @@ def run_workers(spec: dict[str, Any], words: list[str]) -> None:
 def main() -> None:
     """Run the workers until they are done. Exit code 1 if they fail."""
     spec, words = json.loads(sys.argv[1]), sys.argv[2:]
-    threading.Thread(target=end_with_launcher, args=(spec["launcher"],), daemon=True).start()
+    # Stop and save, as after SIGTERM, when the launcher is gone: nobody else would stop the run.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != spec["launcher"]:
+        return
     os.environ["TORCHTITAN_LITE_AGENT"] = str(os.getpid())  # whose end a worker must not miss
     allow_long_saves()
 

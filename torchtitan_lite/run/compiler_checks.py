@@ -2,7 +2,6 @@
 without importing torch."""
 
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping, MutableMapping
@@ -11,33 +10,28 @@ from pathlib import Path
 from torchtitan_lite.base.errors import ConfigError
 
 INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
-SWITCHES = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
-"""Variables that turn the compiler off where they are 1."""
 OTHERS_MAY_WRITE = 0o022
 
 
 def check_compiler(env: MutableMapping[str, str], *, compiles: bool, on_gpu: bool) -> None:
-    """Raise ConfigError unless the compiler's caches are private and, if a run `compiles`, it can.
+    """Raise ConfigError unless the compiler's caches are private and, if a run `compiles`, there is
+    a compiler.
 
     Names a cache in `env` if there is none: torch would take a folder in /tmp that anyone may have
     made before."""
     if not env.get(INDUCTOR_CACHE):
-        try:
-            parent = tempfile.gettempdir()
-        except OSError as error:
-            raise ConfigError(f"{INDUCTOR_CACHE} is not set: {error}; name a folder.") from error
-        env[INDUCTOR_CACHE] = f"{parent}/torchtitan_lite_inductor_{os.geteuid()}"
+        env[INDUCTOR_CACHE] = f"{tempfile.gettempdir()}/torchtitan_lite_inductor_{os.geteuid()}"
     for name in (INDUCTOR_CACHE, TRITON_CACHE):
         cache = env.get(name)
-        if cache and (problem := find_problem(Path(cache).absolute(), compiles=compiles)):
+        if cache and (problem := find_problem(Path(cache).absolute())):
             raise ConfigError(f"{name}={cache}: {problem}; set it to another folder.")
     if compiles:
         check_tools(env, on_gpu=on_gpu)
 
 
-def find_problem(path: Path, *, compiles: bool) -> str:
+def find_problem(path: Path) -> str:
     """Make a cache folder if there is none, and return why the compiler must not use it, or "".
-    Files in it run as code, so nobody else may write there."""
+    Files in it run as code, so nobody else but root may write there."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as file:
@@ -45,26 +39,16 @@ def find_problem(path: Path, *, compiles: bool) -> str:
         folder, link = path.stat(), path.lstat()
     except OSError as error:
         return f"cannot be written: {error}"
-    if folder.st_uid != own or link.st_uid not in (0, own):
-        other = link.st_uid if folder.st_uid == own else folder.st_uid
-        return f"it belongs to user {other}, not to {own}, and its files run as code"
+    if others := {folder.st_uid, link.st_uid} - {0, own}:
+        return f"it belongs to user {min(others)}, not to {own}, and its files run as code"
     if folder.st_mode & OTHERS_MAY_WRITE:
         mode = f"mode {folder.st_mode & 0o777:o}"
         return f"{mode} lets others write files in it, which run as code (chmod go-w, if none did)"
-    if compiles and re.search(r"[\s'\"]", str(path)):
-        return f"{path} has a space or a quote, with which [compile] fails"
     return ""
 
 
 def check_tools(env: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Raise ConfigError if a variable turns the compiler off, or if it has no C or C++ compiler."""
-    unless = "or set [compile] enable = false"
-    for name in SWITCHES:
-        if env.get(name) == "1":
-            raise ConfigError(
-                f"[compile] enable = true, and {name}=1 turns the compiler off; unset it, {unless}."
-            )
-
+    """Raise ConfigError unless there is the C or C++ compiler that torch.compile needs."""
     # Triton compiles its launchers in C, and Inductor its kernels for CPUs in C++.
     language, variable, names = "C++", "CXX", ["g++"]
     if on_gpu:
@@ -73,5 +57,6 @@ def check_tools(env: Mapping[str, str], *, on_gpu: bool) -> None:
     if not any(shutil.which(name, path=env.get("PATH")) for name in names):
         raise ConfigError(
             f"[compile] enable = true needs a {language} compiler, and there is no "
-            f"{' or '.join(names)}; install one, name it in {variable}, {unless}."
+            f"{' or '.join(names)}; install one, name it in {variable}, or set [compile] enable = "
+            "false."
         )

@@ -40,12 +40,10 @@ def listen(endpoint: str) -> socket.socket:
     if not endpoint:
         return socket.create_server(("127.0.0.1", 0))
     port = int(endpoint.rpartition(":")[2])
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     try:
-        if socket.has_dualstack_ipv6():
-            with suppress(OSError):  # a host without IPv6
-                address = ("", port)
-                return socket.create_server(address, family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both)
     except OSError as error:
         raise ConfigError(
             f"RDZV_ENDPOINT={endpoint}: port {port} of this host cannot be opened: "
@@ -65,19 +63,18 @@ def run_agent(
     """Run the agent with `env`, `words` and `spec` in its own session, so that Ctrl-C reaches only
     this process, and wait for its end. It takes over `listener`."""
     failure, failure_writer = os.pipe()
-    launcher, alive = os.pipe()  # `alive` closes when this process ends
-    passed = {"terminal": os.dup(2), "failure": failure_writer, "launcher": launcher}
+    passed = {"terminal": os.dup(2), "failure": failure_writer}
+    spec = {**spec, **passed, "log_dir": str(log_dir), "launcher": os.getpid()}
     with (log_dir / "torchrun.log").open("wb") as log:
         agent = subprocess.Popen(
-            [*AGENT, json.dumps({**spec, "log_dir": str(log_dir), **passed}), *words],
+            [*AGENT, json.dumps(spec), *words],
             env=env,
             stdin=subprocess.DEVNULL,
             stderr=log,
             pass_fds=[*passed.values(), *([listener.fileno()] if listener else [])],
             start_new_session=True,
         )
-    for descriptor in (failure_writer, launcher):
-        os.close(descriptor)
+    os.close(failure_writer)
     if listener is not None:
         listener.close()
 
