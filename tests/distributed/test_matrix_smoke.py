@@ -1,11 +1,9 @@
-"""A few runs train as one process does: every recipe, layout and product of two degrees once.
-test_matrix.py has their combinations."""
+"""A few runs train as one process does: every recipe and layout once. test_matrix.py has their
+combinations."""
 
-from itertools import combinations
 from pathlib import Path
 
 import pytest
-from launching import FOLDER
 from matrix import (
     BUDGET,
     CHECKPOINTING,
@@ -21,8 +19,6 @@ from matrix import (
     smoke_cells,
     train_cells,
 )
-
-from torchtitan_lite.config import load_config, resolve_degrees
 
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(600)]
 CELLS = smoke_cells(steps=5)
@@ -41,18 +37,6 @@ def failed(folder: Path) -> dict[str, str]:
 
 
 # ----- smoke_cells -----
-
-
-def test_degrees_occur_in_every_product_of_two() -> None:
-    found = set()
-    for cell in CELLS:
-        words = ["--job.config_file", str(FOLDER / "matrix.toml"), *cell.overrides]
-        parallelism = load_config(words, world_size=cell.processes).parallelism
-        degrees = resolve_degrees(parallelism, world_size=cell.processes)
-        split = [name for name, degree in vars(degrees).items() if degree > 1]
-        found |= set(combinations(sorted(split), 2))
-    names = ("cp", "dp_replicate", "dp_shard", "pp", "tp")
-    assert found == set(combinations(names, 2))
 
 
 def test_smoke_cells_have_every_value() -> None:
