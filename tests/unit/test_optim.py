@@ -77,13 +77,6 @@ def test_what_decides_on_the_device(settings, reads, monkeypatch):
     assert sum(tensor is found_inf for tensor in read) == reads
 
 
-def test_an_update_that_waits_for_the_device_says_so(notices: pytest.LogCaptureFixture) -> None:
-    build_optimizer([nn.Parameter(torch.ones(3))], OptimizerConfig())
-    assert not notices.text
-    build_optimizer([nn.Parameter(torch.ones(3))], OptimizerConfig(implementation="foreach"))
-    assert 'implementation = "foreach" waits for the device' in notices.text
-
-
 def updates(state_dtype: str, *, steps: int) -> tuple[torch.Tensor, Any]:
     """Return the change of a weight after `steps` steps, and its optimizer state. The gradients are
     random, of very different magnitudes in different rows."""

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
-from torchtitan_lite.catalog.optimizers import OPTIMIZERS
 from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Recipe
 from torchtitan_lite.catalog.schedules import DEFAULT_SCHEDULE
 
@@ -32,7 +31,6 @@ from .types import (
     Name,
     Names,
     NonNegative,
-    OptimizerName,
     PathName,
     PathOrEmpty,
     Positive,
@@ -93,7 +91,7 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: OptimizerName = "AdamW"
+    name: Literal["AdamW"] = "AdamW"
     """Optimizer."""
     lr: Annotated[float, Field(gt=0, le=10)] = 8e-4
     """Peak learning rate."""
@@ -106,14 +104,9 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     """Decoupled weight decay, on every parameter."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """How PyTorch runs the update: one fused kernel, one kernel an operation, or a Python loop."""
+    """How PyTorch runs the update; only "fused" never waits for the device to skip a bad one."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of both moments, unset: training.dtype; bfloat16: the second rounded at random."""
-
-    @property
-    def skips_on_device(self) -> bool:
-        """Whether no step waits for the device to learn whether it is skipped."""
-        return self.implementation in OPTIMIZERS[self.name].skips_on_device
 
 
 class LRSchedulerConfig(Section):

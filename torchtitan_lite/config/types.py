@@ -8,7 +8,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.datasets import DATASETS
 from torchtitan_lite.catalog.lr_schedule import DECAYS
-from torchtitan_lite.catalog.optimizers import OPTIMIZERS
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.catalog.schedules import SCHEDULES
 
@@ -49,13 +48,11 @@ Names = Annotated[tuple[Name, ...], Strict(False)]
 if TYPE_CHECKING:
     DatasetName = str
     DecayType = str
-    OptimizerName = str
     RecipeName = str
     ScheduleName = str
 else:  # the choices are the keys of these dicts
     DatasetName = Literal[tuple(DATASETS)]
     DecayType = Literal[tuple(DECAYS)]
-    OptimizerName = Literal[tuple(OPTIMIZERS)]
     RecipeName = Literal[tuple(RECIPES)]
     ScheduleName = Literal[tuple(SCHEDULES)]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
-from torchtitan_lite.catalog.optimizers import OPTIMIZERS
 from torchtitan_lite.config import Config, Stages
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.parallel.one_rank import needs_no_fsdp
@@ -59,8 +58,7 @@ def has(job: Job, module: str) -> bool:
 def state_widths(config: Config) -> tuple[int, int]:
     """Return the bytes of an element of weights, and of the optimizer's state of it."""
     dtype, optimizer = config.training.dtype, config.optimizer
-    moments = OPTIMIZERS[optimizer.name].moments
-    return WIDTHS[dtype], moments * WIDTHS[optimizer.state_dtype or dtype]
+    return WIDTHS[dtype], 2 * WIDTHS[optimizer.state_dtype or dtype]  # AdamW's two moments
 
 
 @dataclass(frozen=True)

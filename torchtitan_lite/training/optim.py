@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Parameter
 
-from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.torchao_types import is_gathered_in_float8
 from torchtitan_lite.checkpoint.manifest import TrainingProgress
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
@@ -24,7 +23,6 @@ def build_optimizer(
     parameters: Iterable[Parameter], optimizer: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """Build AdamW over `parameters`, with the implementation and moments that [optimizer] names."""
-    assert optimizer.name == "AdamW", "the only row of OPTIMIZERS"
     settings: dict[str, Any] = {
         "lr": optimizer.lr,
         "betas": (optimizer.beta1, optimizer.beta2),
@@ -32,15 +30,9 @@ def build_optimizer(
         "weight_decay": optimizer.weight_decay,
     }
 
-    implementation = optimizer.implementation
-    if not optimizer.skips_on_device:
-        logger.info(
-            f'[optimizer] implementation = "{implementation}" waits for the device in every step '
-            'to read whether the gradient is finite; "fused" does not'
-        )
     if optimizer.state_dtype == "bfloat16":
         return BFloat16AdamW(parameters, **settings)
-    fused, foreach = implementation == "fused", implementation == "foreach"
+    fused, foreach = (optimizer.implementation == name for name in ("fused", "foreach"))
     return torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
 
 
