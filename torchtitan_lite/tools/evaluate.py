@@ -27,6 +27,8 @@ from torchtitan_lite.training.model import build_microbatches
 
 TABLES = ("model", "training", "float8", "debug")
 """Tables of its run's config that an evaluation takes."""
+MOST_TOKENS = 1 << 18
+"""Of a batch. The config of a checkpoint may ask for any number."""
 
 
 def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -35,6 +37,8 @@ def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, 
     for word in overrides:
         if word.startswith("--") and word[2:].split(".")[0] not in TABLES:
             raise ConfigError(f"{word} has no effect in an evaluation; leave it out.")
+
+    # The job of a run that validates on all of the text, in one process.
     tables = read_source(source)
     tables["validation"] = {"enable": True, "dataset_path": data, "steps": -1}
     forced = ["--training.global_batch_size=-1", "--training.enable_cpu_offload=false"]
@@ -46,11 +50,11 @@ def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, 
     device = init_alone()
     job, tokenizer = prepare_job(config, device=device)
 
+    # Its text and its model.
     training, seq_len = config.training, config.training.seq_len
-    shape = {"seq_len": seq_len, "vocab_size": job.model_args.vocab_size, "seed": 0}
+    shape = {"vocab_size": job.model_args.vocab_size, "seq_len": seq_len, "seed": 0}
     corpus, samples = build_validation_corpus(training, config.validation, tokenizer, **shape)
-    # The config of a checkpoint may ask for batches of any size.
-    size = min(training.local_batch_size, samples, max(1, 2**18 // seq_len))
+    size = min(training.local_batch_size, samples, max(1, MOST_TOKENS // seq_len))
     batches = ValidationBatches(corpus, size, samples=samples, dp_rank=0, dp_degree=1)
     mesh = build_mesh(job.degrees, device_type=device.type)
     built, _, _ = build_loaded_model(job, mesh, device=device, resume=None)
@@ -58,6 +62,7 @@ def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, 
         job, built, mesh, device=device, timed=lambda _: nullcontext()
     )
 
+    # Its loss.
     loss, n_bytes, tokens = 0.0, 0, samples * seq_len
     for ids, labels in batches:
         batch = ids.to(device), labels.to(device)
@@ -65,10 +70,10 @@ def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, 
         n_bytes += tokenizer.count_bytes(labels[labels != IGNORED].tolist())
     if not math.isfinite(loss):
         raise DataError(f"the loss is {loss}: the weights or the text have values that overflow")
-    bits_per_byte = loss * tokens / math.log(2) / max(n_bytes, 1)
-    figures = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-    return figures | {
-        "bits_per_byte": bits_per_byte,
+    return {
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700.0)),
+        "bits_per_byte": loss * tokens / math.log(2) / max(n_bytes, 1),
         "tokens": tokens,
         "bytes": n_bytes,
         "seq_len": seq_len,
