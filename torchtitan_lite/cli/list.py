@@ -10,8 +10,6 @@ from torchtitan_lite.catalog.flavors import FLAVORS, count_parameters
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.config import find_config, shipped_configs
 
-USUAL_VOCABULARY = 32_000
-"""Of a flavor that takes its vocabulary from the tokenizer."""
 HEADINGS = {
     "flavors": ("parameters", "dim", "layers", "heads", "kv heads", "ffn_dim", "vocabulary"),
     "recipes": ("matmuls in float8", "compute capability"),
@@ -42,18 +40,15 @@ def build_tables() -> dict[str, list[Row]]:
     """Return the rows of each table, by its name."""
     flavors: list[Row] = []
     for name, args in FLAVORS.items():
-        count = count_parameters(args, vocab_size=args.vocab_size or USUAL_VOCABULARY)
+        count = count_parameters(args, vocab_size=args.vocab_size or 32_000)
         sizes = (args.dim, args.n_layers, args.n_heads, args.n_kv_heads, args.ffn_dim)
-        vocabulary = args.vocab_size or f"tokenizer's (say {USUAL_VOCABULARY:,})"
-        flavors.append((name, count, *sizes, vocabulary))
-    recipes: list[Row] = []
-    for name, recipe in RECIPES.items():
-        only = recipe.capability_major
-        needed = "8.9 or newer" if only is None else f"{only}.x"
-        recipes.append((name, ", ".join(recipe.matmuls), needed))
+        flavors.append((name, count, *sizes, args.vocab_size or "tokenizer's, say 32,000"))
     return {
         "flavors": flavors,
-        "recipes": recipes,
+        "recipes": [
+            (name, ", ".join(each.matmuls), str(each.capability_major or "8.9 or newer"))
+            for name, each in RECIPES.items()
+        ],
         "devices": [
             (each.name, each.bf16_tflops, each.fp8_tflops, each.memory_gib, each.bandwidth_tb_s)
             for each in DEVICES

@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,17 +15,14 @@ from torchtitan_lite.config.keys import KEYS, closest
 KEYS_HELP = "--table.key value overrides a key of the config: torchtitan-lite train --help"
 BOOL = re.compile("true|false|yes|no|on|off|0|1", re.IGNORECASE)
 WORD = re.compile("(?!--).*", re.DOTALL)
-
-
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=26, width=100)
+FORM = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=100)
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError, and that can leave keys of the config alone."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"formatter_class": _formatter, "allow_abbrev": False, **settings})
+        super().__init__(**{"formatter_class": FORM, "allow_abbrev": False, **settings})
         self.register("type", Path, lambda text: Path(path_text(text)))
         self.takes_keys = False
 
