@@ -1,7 +1,5 @@
 """The course of a run beside that of the run that it resumes."""
 
-import re
-
 import pytest
 
 from torchtitan_lite.base.errors import ConfigError
@@ -54,35 +52,15 @@ def course(*, steps: int = 30, batch: int = 8, **schedule: object) -> Course:
     return Course(Config.model_validate(tables), batch, steps)
 
 
-@pytest.mark.parametrize(
-    ("before", "now", "expected"),
-    [
-        (course(), course(), []),
-        (course(total_steps=30), course(), []),
-        (course(batch=4), course(batch=8), ["global batch: 4 -> 8 sequences"]),
-        (course(total_steps=50), course(steps=40, total_steps=50), ["last step: 30 -> 40"]),
-        (
-            course(),
-            course(steps=40),
-            [
-                "last step: 30 -> 40",
-                r"learning rate: 0.0323 in step 30 -> 0.244 in step 31; .*\[lr_\w+] total_steps.*",
-            ],
-        ),
-        (
-            course(decay_ratio=0.0),
-            course(steps=40, decay_ratio=0.25),
-            ["last step: 30 -> 40", "learning rate: 1 in step 30 -> 0.909 in step 31"],
-        ),
-        (
-            course(total_steps=40),
-            course(decay_ratio=0.0, total_steps=40),
-            ["learning rate: 0.268 in step 30 -> 1 in step 31"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("before", "now", "expected"), [
+    (course(), course(), []),
+    (course(total_steps=30), course(), []),
+    (course(batch=4), course(batch=8), ["global batch: 4 sequences -> 8 sequences"]),
+    (course(total_steps=50), course(steps=40, total_steps=50), []),
+    (course(), course(steps=40), ["learning rate in step 30: 0.0323 -> 0.268"]),
+    (course(decay_ratio=0.0), course(steps=40, decay_ratio=0.25), []),  # from step 31 on
+    (course(total_steps=40), course(decay_ratio=0.0, total_steps=40),
+     ["learning rate in step 30: 0.268 -> 1"]),
+])  # fmt: skip
 def test_changes_of_the_course_are_named(before, now, expected):
-    found = list(now.changes(before, step=30))
-    assert len(found) == len(expected)
-    for change, pattern in zip(found, expected, strict=True):
-        assert re.fullmatch(pattern, change)
+    assert now.changes(before, step=30) == expected

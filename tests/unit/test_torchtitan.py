@@ -139,14 +139,6 @@ def test_a_key_of_their_file_has_its_value_here_or_a_notice(name, notices):
         assert value == setting.value, old
 
 
-def test_export_dtype_without_its_save_has_no_effect(notices, tmp_path):
-    (tmp_path / "run.toml").write_text('checkpoint = {export_dtype = "bfloat16"}')
-    assert load(tmp_path / "run.toml").checkpoint.export_dtype == "bfloat16"
-    load(tmp_path / "run.toml", "--checkpoint.last_save_model_only")
-    (notice,) = notices.messages
-    assert re.search(r"no effect here: \[checkpoint] export_dtype: .* last_save_model_only", notice)
-
-
 def test_the_old_spelling_says_what_it_means(notices):
     config = load("old_405b.toml")
     assert (config.float8.enable_float8_linear, config.float8.filter_fqns) == (True, ("output",))

@@ -1,7 +1,6 @@
 """The course of a run: its batches, its last step and its learning rates, and how a resume keeps or
 changes them."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtitan_lite.base.errors import ConfigError
@@ -10,6 +9,7 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.lr_schedule import lr_factor
 
 from .arithmetic import multiples_near, resolve_batch, resolve_degrees
+from .differences import changes
 from .sections import Config, LRSchedulerConfig
 
 DECISIVE = {
@@ -52,13 +52,13 @@ def keep_batch(config: Config, *, saved: int, world_size: int) -> Config:
     if training.global_batch_size != -1 or one_pass == saved:
         return config
     kept = f"[training] global_batch_size = -1 keeps the checkpoint's, {saved}"
-    product = f"local_batch_size * dp_degree = {training.local_batch_size} * {dp} = {one_pass}"
     if saved % one_pass:
         raise ConfigError(
-            f"{kept}, which is not a multiple of {product}; lower local_batch_size or the number "
-            f"of processes, or set global_batch_size = {multiples_near(saved, one_pass)}"
+            f"{kept}, not a multiple of local_batch_size * dp_degree = "
+            f"{training.local_batch_size} * {dp} = {one_pass}; lower local_batch_size or the "
+            f"processes, or set global_batch_size = {multiples_near(saved, one_pass)}"
         )
-    logger.info(f"{kept}, in {saved // one_pass} passes: {product}")
+    logger.info(f"{kept}, in {saved // one_pass} passes of {one_pass}")
     return _with_batch(config, saved)
 
 
@@ -90,27 +90,13 @@ class Course:
         schedule = self.config.lr_scheduler.model_dump()
         return self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **schedule)
 
-    def schedule(self) -> tuple[object, ...]:
-        """Return what decides on all learning rates."""
-        keys = self.config.lr_scheduler
-        keys = keys.model_copy(update={"total_steps": keys.total_steps or self.last_step})
-        return self.config.optimizer.lr, keys
-
-    def changes(self, before: "Course", *, step: int) -> Iterator[str]:
-        """Yield the differences from the course of a run that saved `step`."""
-        if before.global_batch_size != self.global_batch_size:
-            yield f"global batch: {before.global_batch_size} -> {self.global_batch_size} sequences"
-        if before.last_step != self.last_step:
-            yield f"last step: {before.last_step} -> {self.last_step}"
-
-        if before.schedule() != self.schedule():
-            last, first, hint = before.learning_rate(step), self.learning_rate(step + 1), ""
-            lengths_differ = before.last_step != self.last_step
-            if first > last and lengths_differ and self.config.lr_scheduler.total_steps is None:
-                hint = (
-                    "; the schedule is as long as the run: [lr_scheduler] total_steps, set from "
-                    "step 1 on, plans for a longer one"
-                )
-            yield (
-                f"learning rate: {last:.3g} in step {step} -> {first:.3g} in step {step + 1}{hint}"
-            )
+    def changes(self, before: "Course", *, step: int) -> list[str]:
+        """Return how the course differs in `step` from `before`, which has trained it."""
+        old, new = (
+            {
+                "global batch": f"{each.global_batch_size} sequences",
+                f"learning rate in step {step}": f"{each.learning_rate(step):.3g}",
+            }
+            for each in (before, self)
+        )
+        return changes(old, new, text=str)

@@ -8,7 +8,6 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.schedules import ZERO_BUBBLE
 
 from .arithmetic import resolve_model
@@ -57,14 +56,6 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     problems += check_config(config, world_size=world_size, unsound=unsound)
     if problems:
         raise ConfigError("\n".join(problems))
-
-    checkpoint = config.checkpoint
-    exports = checkpoint.last_save_model_only or checkpoint.last_save_in_hf
-    if checkpoint.export_dtype != "float32" and not exports:
-        logger.info(
-            "no effect here: [checkpoint] export_dtype: the last save has the whole run, unless "
-            "last_save_model_only = true, torchtitan's default"
-        )
     return config
 
 

@@ -1,8 +1,8 @@
 """Pipeline parallelism: each rank has stages of the model, and microbatches pass through them.
 
-The schedules and the transfers are those of torch.distributed.pipelining. All ranks of a pipeline
-read the same microbatches: each stage needs the tokens for its positions and document masks, and
-the last one the labels. Only the residual stream passes between stages, and its gradient.
+Schedules and transfers are torch.distributed.pipelining's. All ranks of a pipeline read the same
+microbatches: each stage needs the tokens for its positions and document masks, and the last one the
+labels. Between stages passes only the residual stream, and its gradient.
 
 Shapes: B sequences of a microbatch, s = seq_len / cp / tp, D dim.
 """
@@ -10,6 +10,7 @@ Shapes: B sequences of a microbatch, s = seq_len / cp / tp, D dim.
 import copy
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,18 +43,15 @@ def cut_stage(model: Transformer, names: Collection[str]) -> Transformer:
 
 
 def join_stages(stages: Sequence[Transformer]) -> nn.Module:
-    """Return a module that has the parameters of all `stages`, by their names in the model, and
-    shares them. It cannot be called."""
+    """Return a module, which cannot be called, with the parameters of all `stages` by their names
+    in the model."""
     if len(stages) == 1:
         return stages[0]
     joined = nn.Module()
-    joined.layers = nn.ModuleDict()
     for stage in stages:
         for name, module in stage.named_children():
-            if name == "layers":
-                joined.layers.update(dict(stage.layers.items()))
-            else:
-                joined.add_module(name, module)
+            joined.add_module(name, module)
+    joined.layers = nn.ModuleDict(dict(chain(*(stage.layers.items() for stage in stages))))
     return joined
 
 
@@ -66,19 +64,20 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *hidden: Tensor, **batch: Any) -> Tensor:
         """Return the loss of a microbatch, or the residual stream [B, s, D]."""
-        if isinstance(self.submod, MixedPrecisionTransformer):
-            self.submod.copies.last_microbatch = False  # known once its backward begins
-        with self._timed(f"stage {self.stage_index}"):
+        with self._pass(last=False):  # whether it is the last is known once its backward begins
             return self._loss(hidden=hidden[0] if hidden else None, **batch)
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False
     ) -> Any:
         """Run the backward pass. The last one of a step completes the gradients."""
-        if isinstance(self.submod, MixedPrecisionTransformer):
-            self.submod.copies.last_microbatch = last_backward
-        with self._timed(f"stage {self.stage_index}"):
+        with self._pass(last=last_backward):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def _pass(self, *, last: bool) -> AbstractContextManager[None]:
+        if isinstance(self.submod, MixedPrecisionTransformer):
+            self.submod.copies.last_microbatch = last
+        return self._timed(f"stage {self.stage_index}")
 
 
 class PipelinedMicrobatches:
@@ -141,8 +140,8 @@ class PipelinedMicrobatches:
             stage.clear_runtime_states()
         if not hasattr(self._schedule, "_initialize_pp_stages"):
             # torch before 2.13 prepares stages for what runs first, which may be a validation.
-            for name in ("_stage_forward_initialized", "_stages_forward_initialized"):
-                setattr(self._schedule, name, False)
+            self._schedule._stage_forward_initialized = False
+            self._schedule._stages_forward_initialized = False
         return loss
 
     def _run(self, run: Any, batches: Sequence[Microbatch], *, scale: float) -> Tensor:
