@@ -1,9 +1,9 @@
 """Make token stores on all cores, in bounded memory, and safe to kill at any moment.
 
 A store grows in the folder `STORE.partial`, which is renamed when it is complete. Each chunk of the
-source becomes one shard. When a shard's files are on disk, its manifest is written, for example
-`shard-00000.json`; a later run continues after the last shard with a manifest. The content of a
-store does not depend on when and how often a run was killed.
+source becomes one shard. When a shard's files are on disk, the manifest of all shards so far is
+written; a later run continues after them. The content of a store does not depend on when and how
+often a run was killed.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
 
@@ -43,7 +43,8 @@ from .token_store import (
 )
 from .tokenizer import Tokenizer
 
-SHARD_MANIFEST = "shard-{:05d}.json"
+UNFINISHED_FILE = "unfinished.json"
+"""Manifest of the shards that are finished; a folder with it is no store yet."""
 BATCH_BYTES = 2**20
 """Size of the batch of rows that a thread tokenizes at a time."""
 REPORTED_ROWS = 20
@@ -80,8 +81,9 @@ def make_store(
 
         # A new store gets its final name when it is complete.
         partial = folder.with_name(f"{folder.name}.partial")
-        unfinished = UnfinishedStore(partial, recipe, skip_bad, max_tokens or sys.maxsize)
-        unfinished.finish(source, tokenizer)
+        unfinished = _open_unfinished(partial, recipe, skip_bad)
+        unfinished.make_shards(source, tokenizer, max_tokens or sys.maxsize)
+        unfinished.finish(source)
         partial.rename(folder)
         fsync_folder(folder.parent)
 
@@ -145,103 +147,80 @@ def _check_made(folder: Path, found: StoreManifest, recipe: StoreRecipe, skip_ba
         )
 
 
+def _open_unfinished(folder: Path, recipe: StoreRecipe, skip_bad: int) -> "UnfinishedStore":
+    """Open the folder of an unfinished store. Raises DataError if it holds something else."""
+    folder.mkdir(exist_ok=True)
+    if any(folder.iterdir()) and not (folder / tokens_file(0)).exists():
+        raise DataError(f"{folder} is in the way, and no unfinished store; remove it")
+    if not (folder / UNFINISHED_FILE).exists():
+        nothing = StoreManifest(recipe, 0, 0, 0, 0, fingerprint="", shards=())
+        return UnfinishedStore(folder, nothing, skip_bad)
+
+    done = read_manifest(folder, UNFINISHED_FILE)
+    _check_made(folder, done, recipe, skip_bad)
+    for problem in wrong_sizes(folder, done).values():
+        raise DataError(f"{folder}: {problem}; remove the folder, to start again")
+    logger.info(f"{folder}: going on after {done.documents:,} documents, {done.tokens:,} tokens")
+    return UnfinishedStore(folder, done, skip_bad)
+
+
 @dataclass
 class UnfinishedStore:
     """A store that grows in `folder`, one shard per chunk of its source."""
 
     folder: Path
-    recipe: StoreRecipe
+    manifest: StoreManifest
+    """Of the finished shards."""
     skip_bad: int
-    max_tokens: int
-    shards: list[StoreManifest] = field(default_factory=list)
-    """Manifests of the finished shards."""
-    skipped: int = 0
 
-    def finish(self, source: Source, tokenizer: Tokenizer) -> None:
-        """Write the missing shards and the manifest, and remove what only a later run needs."""
-        self.folder.mkdir(exist_ok=True)
-        if any(self.folder.iterdir()) and not (self.folder / tokens_file(0)).exists():
-            raise DataError(f"{self.folder} is in the way, and no unfinished store; remove it")
-        if is_store(self.folder):  # a run was killed before its last rename
-            _check_made(self.folder, read_manifest(self.folder), self.recipe, self.skip_bad)
-        else:
-            self._read_shards()
-            self._make_shards(source, tokenizer)
-            manifest = self._manifest()
-            problem = "" if manifest.documents else "holds 0 documents; name text that has some"
-            if source.fingerprint_now() != source.fingerprint:
-                problem = "changed while it was read; run again"
-            if problem:
-                remove_folder(self.folder)
-                raise DataError(f"{source.name} {problem}")
-            fingerprint = TokenStore(self.folder, manifest).compute_fingerprint()
-            write_manifest(self.folder / MANIFEST_FILE, replace(manifest, fingerprint=fingerprint))
-
-        for pattern in ("shard-*.json", ".*.json.*"):  # the latter are drafts of a killed run
-            for path in self.folder.glob(pattern):
-                path.unlink()
-        fsync_folder(self.folder)
-
-    def _manifest(self) -> StoreManifest:
-        """Return the manifest of all shards, without the fingerprint."""
-        return StoreManifest(
-            recipe=self.recipe,
-            tokens=sum(shard.tokens for shard in self.shards),
-            documents=sum(shard.documents for shard in self.shards),
-            max_token_id=max((shard.max_token_id for shard in self.shards), default=0),
-            skipped_rows=sum(shard.skipped_rows for shard in self.shards),
-            fingerprint="",
-            shards=tuple(shard for manifest in self.shards for shard in manifest.shards),
-        )
-
-    def _read_shards(self) -> None:
-        """Read the manifests of the shards that earlier runs have finished."""
-        while (path := self.folder / SHARD_MANIFEST.format(len(self.shards))).exists():
-            self.shards.append(read_manifest(self.folder, path.name))
-        if not self.shards:
-            return
-        done = replace(self._manifest(), recipe=self.shards[0].recipe)
-        _check_made(self.folder, done, self.recipe, self.skip_bad)
-        for problem in wrong_sizes(self.folder, done).values():
-            raise DataError(f"{self.folder}: {problem}; remove the folder, to start again")
-        self.skipped = done.skipped_rows
-        counts = f"{done.documents:,} documents, {done.tokens:,} tokens"
-        logger.info(f"{self.folder}: going on after {counts}")
-
-    def _make_shards(self, source: Source, tokenizer: Tokenizer) -> None:
+    def make_shards(self, source: Source, tokenizer: Tokenizer, max_tokens: int) -> None:
         """Write the shards of the remaining chunks."""
-        chunk_count = sum(1 for _ in source.chunks())
-        room = self.max_tokens - sum(shard.tokens for shard in self.shards)
-        reported = time.monotonic()
+        chunk_count, done = sum(1 for _ in source.chunks()), len(self.manifest.shards)
         batches = encode_batches(
-            _batched(islice(source.chunks(), len(self.shards), None)),
+            _batched(islice(source.chunks(), done, None)),
             tokenizer,
-            dtype=np.dtype(self.recipe.dtype),
+            dtype=np.dtype(self.manifest.recipe.dtype),
             threads=len(usable_cores()),
         )
+        reported = time.monotonic()
         with closing(batches):
-            while len(self.shards) < chunk_count and room > 0:
-                self.shards.append(self._write_shard(batches, room))
-                room -= self.shards[-1].tokens
+            for number in range(done, chunk_count):
+                if self.manifest.tokens >= max_tokens:
+                    break
+                self._write_shard(number, batches, room=max_tokens - self.manifest.tokens)
                 if time.monotonic() - reported > REPORT_SECONDS:
                     reported = time.monotonic()
-                    done = f"{len(self.shards):,} of {chunk_count:,} chunks"
-                    logger.info(f"{source.name}: {done}, {self._manifest().tokens:,} tokens")
+                    counts = f"{number + 1:,} of {chunk_count:,} chunks"
+                    logger.info(f"{source.name}: {counts}, {self.manifest.tokens:,} tokens")
+
+    def finish(self, source: Source) -> None:
+        """Turn the shards into a store. Raises DataError, without a folder left, for no documents,
+        and for text that has changed."""
+        problem = "" if self.manifest.documents else "holds 0 documents; name text that has some"
+        if source.fingerprint_now() != source.fingerprint:
+            problem = "changed while it was read; run again"
+        if problem:
+            remove_folder(self.folder)
+            raise DataError(f"{source.name} {problem}")
+        fingerprint = TokenStore(self.folder, self.manifest).compute_fingerprint()
+        unfinished = self.folder / UNFINISHED_FILE
+        write_manifest(unfinished, replace(self.manifest, fingerprint=fingerprint))
+        unfinished.rename(self.folder / MANIFEST_FILE)
+        fsync_folder(self.folder)
 
     def _write_shard(
-        self, batches: Iterator[tuple[list[Row], EncodedBatch]], room: int
-    ) -> StoreManifest:
+        self, number: int, batches: Iterator[tuple[list[Row], EncodedBatch]], *, room: int
+    ) -> None:
         """Write the batches of a chunk, up to the document that reaches `room` tokens, then the
-        manifest, which marks the shard as finished. Raises DataError at the first bad row beyond
-        `skip_bad`."""
-        number = len(self.shards)
-        tokens = documents = max_token_id = skipped_rows = 0
+        manifest with the shard. Raises DataError at the first bad row beyond `skip_bad`."""
+        tokens = documents = skipped_rows = 0
+        max_token_id = self.manifest.max_token_id
         ids_path = self.folder / tokens_file(number)
         starts_path = self.folder / documents_file(number)
         with ids_path.open("wb") as ids, starts_path.open("wb") as starts:
             for rows, batch in batches:
+                self._report_bad(batch.bad_rows, self.manifest.skipped_rows + skipped_rows)
                 skipped_rows += len(batch.bad_rows)
-                self._report_bad(batch.bad_rows)
                 ends = tokens + np.cumsum(batch.lengths)
                 kept = int(np.searchsorted(ends, room)) + 1  # documents, or more than there are
                 lengths = batch.lengths[:kept]
@@ -259,20 +238,25 @@ class UnfinishedStore:
                 os.fsync(file.fileno())
 
         shard = Shard(tokens, documents, hash_file(ids_path), hash_file(starts_path))
-        counts = (tokens, documents, max_token_id, skipped_rows)
-        manifest = StoreManifest(self.recipe, *counts, fingerprint="", shards=(shard,))
-        write_manifest(self.folder / SHARD_MANIFEST.format(number), manifest)
-        return manifest
+        self.manifest = StoreManifest(
+            recipe=self.manifest.recipe,
+            tokens=self.manifest.tokens + tokens,
+            documents=self.manifest.documents + documents,
+            max_token_id=max_token_id,
+            skipped_rows=self.manifest.skipped_rows + skipped_rows,
+            fingerprint="",
+            shards=(*self.manifest.shards, shard),
+        )
+        write_manifest(self.folder / UNFINISHED_FILE, self.manifest)
 
-    def _report_bad(self, rows: list[Row]) -> None:
-        for row in rows:
-            self.skipped += 1
-            if self.skipped > self.skip_bad:
+    def _report_bad(self, rows: list[Row], skipped: int) -> None:
+        for number, row in enumerate(rows, start=skipped + 1):
+            if number > self.skip_bad:
                 raise DataError(
                     f"{row.place}: {row.problem}; fix the row, or make a store with "
-                    f"torchtitan-lite data make --skip-bad {self.skipped} or more"
+                    f"torchtitan-lite data make --skip-bad {number} or more"
                 )
-            if self.skipped <= REPORTED_ROWS:
+            if number <= REPORTED_ROWS:
                 logger.warning(f"skipped: {row.place}: {row.problem}")
 
 
