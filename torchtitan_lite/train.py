@@ -26,9 +26,7 @@ from torchtitan_lite.base.collectives import on_rank0
 from torchtitan_lite.base.errors import (
     STOPPED_EXIT_CODE,
     ConfigError,
-    DataError,
     RunError,
-    StorageError,
 )
 from torchtitan_lite.base.files import allow_open_files, own_sources
 from torchtitan_lite.base.logger import init_logger, logger
@@ -216,12 +214,7 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
     """Log the summary, the epochs, and where the curves and the run folder are."""
     config, batches = trainer.config, trainer.batches
     if (summary := trainer.metrics.summary()) is not None:
-        entropy = None
-        try:
-            entropy = batches.corpus.unigram_entropy()
-        except (DataError, StorageError) as damage:  # in a part of the data that no step has read
-            logger.warning(f"the unigram entropy is not known: {damage}")
-        for line in summary_lines(summary, unigram_entropy=entropy):
+        for line in summary_lines(summary):
             logger.info(line)
 
     passes = batches.corpus.epochs(batches.samples(trainer.step))

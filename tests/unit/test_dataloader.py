@@ -244,7 +244,7 @@ def test_just_enough_tokens_and_ids():
     assert corpus(5, vocab_size=21)
 
 
-# ----- identity, unigram_entropy -----
+# ----- identity -----
 
 
 def test_identity_names_everything_that_decides_the_samples():
@@ -255,11 +255,3 @@ def test_identity_names_everything_that_decides_the_samples():
         "store 2 name": "b", "store 2 fingerprint": "1" + "0" * 15, "store 2 tokens": 17,
         "store 2 held out": 1, "store 2 share": "1/3",
     }  # fmt: skip
-
-
-def test_unigram_entropy_is_of_the_mix():
-    data = corpus(10, 10, shares=(3, 1))
-    for windows, counts in zip(data.windows, ([5, 5, 0], [0, 0, 7]), strict=True):
-        windows.store.token_counts = lambda counts=counts: np.array(counts)
-    entropy = -2 * 3 / 8 * np.log(3 / 8) - 1 / 4 * np.log(1 / 4)
-    assert data.unigram_entropy() == pytest.approx(entropy)

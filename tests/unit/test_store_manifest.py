@@ -5,11 +5,13 @@ import os
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sample_stores import OLD_RECIPE, RECIPE, write_store
 
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.base.jsonfile import write_hashed_json
-from torchtitan_lite.data.token_store import read_manifest, wrong_sizes
+from torchtitan_lite.data.token_store import read_manifest, verify_store, wrong_sizes
 
 DOCUMENTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34, 35], []]
 
@@ -52,12 +54,11 @@ def test_both_formats_are_read_and_names_are_no_difference(store, old_store):
 
 
 @pytest.mark.parametrize("found", [1, 4])
-def test_other_formats_are_refused_but_not_taken_for_damage(store, found):
+def test_other_formats_are_refused_with_the_command_that_makes_them_again(store, found):
     change(store, recipe=vars(RECIPE) | {"format": found})
     message = f"its format is {found}, this version reads 2 and 3; .*: torchtitan-lite data make$"
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=message):
         read_manifest(store)
-    assert "damaged" not in str(caught.value)
 
 
 def recipe(base=RECIPE, **fields):
@@ -85,7 +86,7 @@ def recipe(base=RECIPE, **fields):
 )
 def test_wrong_fields_are_damage(store, fields, message):
     change(store, **fields)
-    found = rf"^token store {store} is damaged: manifest.json: .*{message}"
+    found = rf"^token store {store}: manifest.json: .*{message}"
     with pytest.raises(DataError, match=found):
         read_manifest(store)
 
@@ -98,7 +99,7 @@ def test_what_is_no_manifest_is_damage(store, text, message):
     (store / "manifest.json").unlink()
     if text is not None:
         (store / "manifest.json").write_text(text)
-    with pytest.raises(DataError, match=f"is damaged: manifest.json: {message}"):
+    with pytest.raises(DataError, match=f"manifest.json: {message}"):
         read_manifest(store)
 
 
@@ -115,14 +116,15 @@ def test_a_missing_folder_is_missing_and_not_damaged(tmp_path):
 def test_files_of_wrong_sizes(kind, request):
     folder = request.getfixturevalue(kind)
     found = read_manifest(folder)
-    assert wrong_sizes(folder, found) == {}
+    assert wrong_sizes(folder, found) == {} and verify_store(folder) == []
     with (folder / "tokens-00001.bin").open("ab") as file:
         file.write(b"\0")
     (folder / "documents-00000.bin").unlink()
-    assert list(wrong_sizes(folder, found).values()) == [
+    problems = [
         "documents-00000.bin: No such file or directory",
         "tokens-00001.bin has 17 bytes, not 16",
     ]
+    assert list(wrong_sizes(folder, found).values()) == verify_store(folder) == problems
 
 
 @pytest.mark.timeout(20)
@@ -132,5 +134,28 @@ def test_pipes_are_named_and_not_waited_for(store):
         (store / name).unlink()
         os.mkfifo(store / name)
     assert list(wrong_sizes(store, found).values()) == ["tokens-00001.bin is not a regular file"]
-    with pytest.raises(DataError, match="is damaged: manifest.json: is not a regular file"):
+    with pytest.raises(DataError, match="manifest.json: is not a regular file"):
         read_manifest(store)
+
+
+# ----- verify_store -----
+
+
+@given(data=st.data())
+def test_any_flipped_bit_is_found_and_its_file_named(tmp_path_factory, data):
+    folder = write_store(tmp_path_factory.mktemp("flip") / "store", DOCUMENTS)
+    path = data.draw(st.sampled_from(sorted(p for p in folder.glob("*.bin") if p.stat().st_size)))
+    bit = data.draw(st.integers(0, 8 * path.stat().st_size - 1))
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+    assert verify_store(folder) == [f"{path.name}: its contents have changed"]
+
+
+def test_swapped_shards_are_named(tmp_path):
+    store = write_store(tmp_path / "even", DOCUMENTS, shard_tokens=9)
+    names = ["tokens-00000.bin", "tokens-00001.bin"]
+    contents = [(store / name).read_bytes() for name in names]
+    for name, content in zip(names, reversed(contents), strict=True):
+        (store / name).write_bytes(content)
+    assert verify_store(store) == [f"{name}: its contents have changed" for name in names]

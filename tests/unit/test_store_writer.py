@@ -16,12 +16,12 @@ from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.data import rows, sources, store_writer
 from torchtitan_lite.data.encoder import encode_rows
 from torchtitan_lite.data.sources import open_source
-from torchtitan_lite.data.store_report import verify_store
 from torchtitan_lite.data.store_writer import make_store
 from torchtitan_lite.data.token_store import (
     TokenStore,
     documents_file,
     read_manifest,
+    verify_store,
     write_manifest,
 )
 from torchtitan_lite.data.tokenizer import build_tokenizer
@@ -253,7 +253,8 @@ def test_finished_shards_are_not_tokenized_again_however_the_text_is_named(
     whole = made(tmp_path / "whole", corpus)
     batches = small_steps.seen
     stopped(small_steps, 20, tmp_path / "store", Path("corpus"))
-    assert len(list((tmp_path / "store.partial").glob("shard-*.json"))) >= 2
+    partial = tmp_path / "store.partial"
+    assert len(read_manifest(partial, "unfinished.json").shards) >= 2
     assert made(tmp_path / "store", corpus) == whole
     assert batches - 20 <= small_steps.seen < batches
     made(tmp_path / "store", Path("corpus"))
@@ -265,21 +266,19 @@ def test_unfinished_shards_and_drafts_of_killed_runs_do_not_stay(tmp_path, corpu
     whole = made(tmp_path / "whole", corpus)
     stopped(small_steps, 15, tmp_path / "store", corpus)
     partial = tmp_path / "store.partial"
-    next_shard = len(list(partial.glob("shard-*.json")))
+    next_shard = len(read_manifest(partial, "unfinished.json").shards)
     for kind in ("tokens", "documents"):
         (partial / f"{kind}-{next_shard:05d}.bin").write_bytes(b"half a shard" * 1000)
-    for name in (".shard-00001.json.host.1", ".manifest.json.host.1"):
-        (partial / name).write_text("{")
+    (partial / ".unfinished.json.host.1").write_text("{")
     assert made(tmp_path / "store", corpus) == whole
 
 
-@pytest.mark.parametrize("left", ["", "shard-00000.json", ".manifest.json.host.1"])
-def test_a_run_that_was_killed_before_its_last_rename(tmp_path, corpus, small_steps, left):
+@pytest.mark.parametrize("name", ["manifest.json", "unfinished.json"])
+def test_a_run_that_was_killed_before_its_last_renames(tmp_path, corpus, small_steps, name):
     whole = made(tmp_path / "whole", corpus)
     partial = shutil.copytree(tmp_path / "whole", tmp_path / "store.partial")
-    if left:
-        (partial / left).write_text("{")
-    small_steps.stop = 0
+    (partial / "manifest.json").rename(partial / name)
+    small_steps.stop = 0 if name == "unfinished.json" else None
     assert made(tmp_path / "store", corpus) == whole
 
 
@@ -289,9 +288,9 @@ def test_finished_shards_that_were_damaged(tmp_path, corpus, small_steps):
     (partial / "tokens-00000.bin").write_bytes(b"")
     with pytest.raises(DataError, match=f"^{partial}: tokens-00000.bin has 0 bytes, .*; remove"):
         made(tmp_path / "store", corpus)
-    record = partial / "shard-00000.json"
+    record = partial / "unfinished.json"
     record.write_text(record.read_text().replace('"tokens": ', '"tokens": 1'))
-    with pytest.raises(DataError, match=r"shard-00000.json: its contents have changed"):
+    with pytest.raises(DataError, match=r"unfinished.json: its contents have changed"):
         made(tmp_path / "store", corpus)
 
 

@@ -1,8 +1,7 @@
-"""Make, verify and inspect token stores: text, tokenized once, that training reads from.
+"""Make and verify token stores: text, tokenized once, that training reads from.
 
   make SOURCE STORE   tokenize; the same command goes on after an interruption
   verify STORE        read the whole store and list what is broken
-  inspect STORE       print its counts and the text of a window
 
 SOURCE is a folder or a file of .txt .md .rst .py .jsonl .json, each also with .gz or .zst, or
 .parquet (parquet extra); hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or a name that
@@ -18,9 +17,8 @@ from pathlib import Path
 from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import storage_fix
 from torchtitan_lite.data.sources import open_source
-from torchtitan_lite.data.store_report import format_window, verify_store
 from torchtitan_lite.data.store_writer import make_store
-from torchtitan_lite.data.token_store import TokenStore
+from torchtitan_lite.data.token_store import TokenStore, verify_store
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
 from .parser import path_text
@@ -38,62 +36,36 @@ def count(minimum: int) -> Callable[[str], int]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add make, verify and inspect."""
+    """Add make and verify."""
     commands = parser.add_subparsers(dest="command", required=True)
-    tokenizer = argparse.ArgumentParser(add_help=False)
-    tokenizer.add_argument(
-        "--tokenizer",
-        type=path_text,
-        default="",
-        help="sentencepiece, tiktoken or tokenizer.json file, or a folder with one "
-        "(default: the shipped one)",
-    )
-
-    make = commands.add_parser("make", parents=[tokenizer], help="tokenize text into a store")
+    make = commands.add_parser("make", help="tokenize text into a store")
     text = "text files, hf:NAME or a dataset: see data --help"
     make.add_argument("source", type=path_text, help=text)
     make.add_argument("store", type=Path, help="folder to make")
-    make.add_argument(
-        "--text-field",
-        default="text",
-        help="field of .jsonl, .json and .parquet rows with the text (text)",
-    )
-    make.add_argument(
-        "--skip-bad", type=count(0), default=0, help="bad rows to leave out before giving up (0)"
-    )
-    make.add_argument(
-        "--max-tokens", type=count(1), help="end with the document that reaches so many (all)"
-    )
+    text = "sentencepiece, tiktoken or tokenizer.json file, or a folder with one (the shipped one)"
+    make.add_argument("--tokenizer", type=path_text, default="", help=text)
+    text = "field of .jsonl, .json and .parquet rows with the text (text)"
+    make.add_argument("--text-field", default="text", help=text)
+    text = "bad rows to leave out before giving up (0)"
+    make.add_argument("--skip-bad", type=count(0), default=0, help=text)
+    text = "end with the document that reaches so many (all)"
+    make.add_argument("--max-tokens", type=count(1), help=text)
     make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
     make.add_argument("--hf-split", default="train", help="split of a Hugging Face dataset (train)")
 
     verify = commands.add_parser("verify", help="read a whole store and list what is broken")
     verify.add_argument("store", type=Path, help="folder of the store")
 
-    inspect = commands.add_parser(
-        "inspect", parents=[tokenizer], help="print counts and the text of a window"
-    )
-    inspect.add_argument("store", type=Path, help="folder of the store")
-    inspect.add_argument("--window", type=count(0), default=0, help="number of the window (0)")
-    inspect.add_argument("--seq-len", type=count(1), default=256, help="tokens in a window (256)")
-
 
 def make(args: argparse.Namespace) -> None:
     """Make the store, or finish it."""
     source = open_source(
-        args.source,
-        text_field=args.text_field,
-        hf_name=args.hf_name,
-        hf_split=args.hf_split,
+        args.source, text_field=args.text_field, hf_name=args.hf_name, hf_split=args.hf_split
     )
     tokenizer = build_tokenizer(args.tokenizer)
     existed = args.store.exists()
     store = make_store(
-        args.store,
-        source,
-        tokenizer,
-        skip_bad=args.skip_bad,
-        max_tokens=args.max_tokens,
+        args.store, source, tokenizer, skip_bad=args.skip_bad, max_tokens=args.max_tokens
     )
     if existed:
         counts = f"{store.documents:,} documents, {store.tokens:,} tokens"
@@ -104,20 +76,15 @@ def verify(args: argparse.Namespace) -> None:
     """Check the store. Raises DataError if something is wrong."""
     if problems := verify_store(args.store):
         raise DataError("\n".join(problems))
-    print(f"{args.store}: every byte is as it was made")
-
-
-def inspect(args: argparse.Namespace) -> None:
-    """Print the counts of the store and a window of it."""
     store = TokenStore(args.store)
-    tokenizer = build_tokenizer(args.tokenizer)
-    print(format_window(store, tokenizer, window=args.window, seq_len=args.seq_len))
+    counts = f"{store.documents:,} documents, {store.tokens:,} tokens"
+    print(f"{args.store}: {counts}, every byte is as it was made")
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the chosen command. Raises RunError."""
     try:
-        {"make": make, "verify": verify, "inspect": inspect}[args.command](args)
+        {"make": make, "verify": verify}[args.command](args)
     except OSError as error:
         problem = f"{args.store}: {error.filename or 'write'}: {error.strerror}"
         fix = storage_fix(error)

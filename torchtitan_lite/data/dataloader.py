@@ -130,14 +130,6 @@ class Corpus:
             for store, windows in enumerate(self.windows)
         )
 
-    def unigram_entropy(self) -> float:
-        """Return the nats per token of a model that knows only how often each id occurs."""
-        counts = [windows.store.token_counts() for windows in self.windows]
-        shares = self.mixture.shares / self.mixture.period
-        ids = sum(share * count / count.sum() for share, count in zip(shares, counts, strict=True))
-        used = ids[ids > 0]
-        return float(-(used * np.log(used)).sum())
-
     def identity(self) -> dict[str, int | str]:
         """Return everything that decides which tokens a sample has, apart from its number."""
         facts: dict[str, int | str] = {"seq_len": self.seq_len, "seed": self.seed}

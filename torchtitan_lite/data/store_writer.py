@@ -161,7 +161,7 @@ def _open_unfinished(folder: Path, recipe: StoreRecipe, skip_bad: int) -> "Unfin
     for problem in wrong_sizes(folder, done).values():
         raise DataError(f"{folder}: {problem}; remove the folder, to start again")
     logger.info(f"{folder}: going on after {done.documents:,} documents, {done.tokens:,} tokens")
-    return UnfinishedStore(folder, done, skip_bad)
+    return UnfinishedStore(folder, replace(done, recipe=recipe), skip_bad)
 
 
 @dataclass
@@ -206,6 +206,8 @@ class UnfinishedStore:
         unfinished = self.folder / UNFINISHED_FILE
         write_manifest(unfinished, replace(self.manifest, fingerprint=fingerprint))
         unfinished.rename(self.folder / MANIFEST_FILE)
+        for draft in self.folder.glob(f".{UNFINISHED_FILE}.*"):  # of a killed run
+            draft.unlink()
         fsync_folder(self.folder)
 
     def _write_shard(

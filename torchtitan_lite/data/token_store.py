@@ -7,16 +7,14 @@ hold the places in their shard at which documents begin. All numbers are little 
 In format 3 a shard is a chunk of the source. In format 2, which is still read, it is 2^29 ids, cut
 regardless of documents.
 
-Files are read, not mapped into memory: if a file is truncated during a run, a read reports the end
-of the file, while a memory map would kill the process with SIGBUS.
+Files are read, not mapped into memory: the process would be killed if a mapped file were truncated.
 """
 
 import hashlib
 import os
 from bisect import bisect_right
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
-from io import FileIO
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -25,7 +23,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from torchtitan_lite.base.errors import DataError, StorageError
-from torchtitan_lite.base.files import ABSENT, storage_fix
+from torchtitan_lite.base.files import ABSENT, storage_fix, usable_cores
 from torchtitan_lite.base.jsonfile import (
     STRICT,
     Count,
@@ -41,11 +39,8 @@ START_DTYPES: dict[int, np.dtype] = {2: np.dtype("<u4"), 3: np.dtype("<i8")}
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 """Enough for a million shards, or 64 TiB of text."""
-OPEN_SHARDS = 256
-"""Shards of all stores that are open at a time; each takes a file descriptor."""
 READ_BYTES = 2**23
 CHUNK_TOKENS = 2**20
-COUNTED_CHUNKS = 64
 HASHED_TOKENS = 2**29
 """The fingerprint hashes the stream in runs of so many ids, wherever shards are cut."""
 
@@ -140,21 +135,16 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
         recipe = fields.get("recipe")
         version = recipe.get("format") if isinstance(recipe, dict) else FORMAT
         if version not in tuple(START_DTYPES):
-            raise DataError(
-                f"token store {folder}: {name}: its format is {version}, this version reads "
-                f"{' and '.join(map(str, START_DTYPES))}; make it again in another folder: "
-                "torchtitan-lite data make"
-            )
+            formats = " and ".join(map(str, START_DTYPES))
+            raise ValueError(f"its format is {version}, this version reads {formats}")
         manifest = validate_hashed_json(fields, _SCHEMA, drop=set())
         highest, ids = manifest.max_token_id, manifest.recipe.vocab_size
         if not highest < ids <= 2 ** (8 * np.dtype(manifest.recipe.dtype).itemsize):
             kind = manifest.recipe.dtype
             raise ValueError(f"its highest id is {highest}, of {ids} ids in type {kind!r}")
         return manifest
-    except DataError:
-        raise
     except (*ABSENT, ValueError) as error:
-        raise damaged(folder, f"{name}: {error}") from error
+        raise unusable(folder, f"{name}: {error}") from error
     except OSError as error:
         raise unreadable(folder / name, error) from error
 
@@ -176,11 +166,11 @@ def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
     return problems
 
 
-def damaged(folder: Path, reason: str) -> DataError:
-    """Return the error for a store that is broken."""
+def unusable(folder: Path, reason: str) -> DataError:
+    """Return the error for a store that is broken, or of another format."""
     return DataError(
-        f"token store {folder} is damaged: {reason}; torchtitan-lite data verify {folder} lists "
-        "what is broken; copy the store again, or remove it and make it again"
+        f"token store {folder}: {reason}; torchtitan-lite data verify lists what is broken; copy "
+        "it again, or make it again in another folder: torchtitan-lite data make"
     )
 
 
@@ -190,6 +180,22 @@ def unreadable(path: Path, error: OSError) -> StorageError:
     return StorageError(f"token store {path.parent}: {path.name} cannot be read: {reason}")
 
 
+def verify_store(folder: Path) -> list[str]:
+    """Read a whole store, one file on each core at a time, and list what is wrong with it.
+
+    Raises DataError for a manifest that is missing or damaged."""
+    manifest = read_manifest(folder)
+    problems = wrong_sizes(folder, manifest)
+    hashes = {name: sha256 for name, (_, sha256) in manifest.files().items()}
+    whole = [name for name in hashes if name not in problems]
+    with ThreadPoolExecutor(len(usable_cores())) as threads:
+        found = threads.map(lambda name: hash_file(folder / name), whole)
+    for name, sha256 in zip(whole, found, strict=True):
+        if sha256 != hashes[name]:
+            problems[name] = f"{name}: its contents have changed"
+    return list(problems.values())
+
+
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of the contents of a file."""
     digest = hashlib.sha256()
@@ -197,12 +203,6 @@ def hash_file(path: Path) -> str:
         while data := file.read(READ_BYTES):
             digest.update(data)
     return digest.hexdigest()
-
-
-@lru_cache(OPEN_SHARDS)
-def _open_shard(store: "TokenStore", shard: int) -> FileIO:
-    # A file is closed with its last reference: a thread may still read one that was dropped.
-    return FileIO(store.folder / tokens_file(shard))
 
 
 class TokenStore:
@@ -218,7 +218,7 @@ class TokenStore:
         self.folder = folder
         self.manifest = manifest = manifest or read_manifest(folder)
         for problem in wrong_sizes(folder, manifest).values():
-            raise damaged(folder, problem)
+            raise unusable(folder, problem)
 
         self.documents = sum(shard.documents for shard in manifest.shards)
         self.max_token_id = manifest.max_token_id
@@ -249,34 +249,21 @@ class TokenStore:
     def _fill(self, ids: np.ndarray, shard: int, place: int) -> None:
         """Fill `ids` with those of a shard from `place` on."""
         name = tokens_file(shard)
-        left, offset = ids.data.cast("B"), place * ids.itemsize
         try:
-            file = _open_shard(self, shard)
-            while count := os.preadv(file.fileno(), [left], offset) if left else 0:
-                left, offset = left[count:], offset + count
+            offset = place * ids.itemsize
+            found = np.fromfile(self.folder / name, ids.dtype, len(ids), offset=offset)
         except ABSENT as error:
-            raise damaged(self.folder, f"{name}: {error.strerror}") from error
+            raise unusable(self.folder, f"{name}: {error.strerror}") from error
         except OSError as error:
             raise unreadable(self.folder / name, error) from error
-        if left:
-            raise damaged(self.folder, f"{name} ends at byte {offset}; it was cut off while in use")
-        if (highest := ids.max()) > self.max_token_id:
-            raise damaged(
-                self.folder,
-                f"{name}: id {highest} at place {place + int(ids.argmax())} is above the highest "
-                f"one, {self.max_token_id}",
+        if len(found) < len(ids):
+            raise unusable(
+                self.folder, f"{name} ends at place {place + len(found)}; it was cut off"
             )
-
-    def token_counts(self) -> np.ndarray:
-        """Count how often each id occurs, int64 [vocab_size].
-
-        Of a larger store, COUNTED_CHUNKS evenly spaced chunks of CHUNK_TOKENS are counted."""
-        counts = np.zeros(self.manifest.recipe.vocab_size, np.int64)
-        chunks = range(0, self.tokens, CHUNK_TOKENS)
-        for start in chunks[:: -(-len(chunks) // COUNTED_CHUNKS)]:
-            ids = self.read(start, min(CHUNK_TOKENS, self.tokens - start))
-            counts += np.bincount(ids, minlength=len(counts))
-        return counts
+        if (highest := found.max()) > self.max_token_id:
+            reason = f"id {highest} at place {place + int(found.argmax())} is above the highest one"
+            raise unusable(self.folder, f"{name}: {reason}, {self.max_token_id}")
+        ids[:] = found
 
     def compute_fingerprint(self) -> str:
         """Hash all ids of the stream. The result does not depend on the shards."""

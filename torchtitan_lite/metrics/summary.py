@@ -45,18 +45,13 @@ class Summary:
         return {name: value for name, value in figures.items() if value is not None}
 
 
-def summary_lines(summary: Summary, *, unigram_entropy: float | None) -> list[str]:
-    """Describe how a run went. `unigram_entropy`, nat, is the loss of a model that knows only how
-    often each training token occurs."""
+def summary_lines(summary: Summary) -> list[str]:
+    """Describe how a run went."""
     last, times_s = summary.last, summary.times_s
-    loss = f"final loss {summary.final_loss:.2f} nat"
-    if unigram_entropy is not None:
-        gain = unigram_entropy - summary.final_loss
-        loss += f", {abs(gain):.2f} {'below' if gain >= 0 else 'above'} the unigram entropy "
-        loss += f"{unigram_entropy:.2f} of the training tokens"
     lines = [
         f"{last.step:,} steps, {last.tokens:,} tokens",
-        f"{loss}; mean of the last {len(summary.losses)} logged steps",
+        f"final loss {summary.final_loss:.2f} nat, mean of the last {len(summary.losses)} logged "
+        "steps",
     ]
     if summary.validation_loss is not None:
         lines.append(f"validation loss {summary.validation_loss:.2f} nat")
