@@ -97,13 +97,6 @@ def test_an_edited_manifest_is_refused(folder):
         read_manifest(folder)
 
 
-def test_rope_scaling_of_earlier_versions_is_read_by_its_current_names(folder):
-    old = {"dim": 4, "rope_scaling": {"factor": 8.0, "original_max_seq_len": 8192}}
-    write_manifest(folder, replace(SAMPLE, model=old))
-    scaling = {"factor": 8.0, "original_max_position_embeddings": 8192}
-    assert read_manifest(folder).model == {"dim": 4, "rope_scaling": scaling}
-
-
 def size(value):
     return {"files": {SHARD: {"size": value, "sha256": ""}}}
 

@@ -20,7 +20,6 @@ from torchtitan_lite.base.errors import NumericError
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry
 from torchtitan_lite.checkpoint.state import (
-    Snapshot,
     check_finite,
     entries,
     load_random_state,
@@ -107,27 +106,6 @@ def test_a_wrapped_weight_is_saved_plain_and_shared(sharded):
     assert type(state.to_local()) is torch.Tensor
     state.to_local().fill_(3.0)
     assert (inner == 3).all()
-
-
-# ----- Snapshot -----
-def test_a_snapshot_keeps_its_values_and_reuses_its_memory(sharded):
-    def locals_of(copy):
-        return [each.to_local() if isinstance(each, DTensor) else each for each in copy.values()]
-
-    state = {"a": torch.arange(3.0), "b": sharded, "c": torch.tensor(1.0)}
-    snapshot = Snapshot(pinned=False)
-    first = snapshot.take(state)
-    for tensor in state.values():
-        tensor.fill_(7)
-    expected = [torch.arange(3.0), torch.ones(4, 2), torch.tensor(1.0)]
-    assert all(map(torch.equal, locals_of(first), expected))
-    assert isinstance(first["b"], DTensor) and first["b"]._spec == sharded._spec
-
-    memory = [each.data_ptr() for each in locals_of(first)]
-    second = snapshot.take(state)
-    assert second.keys() == state.keys()
-    assert all((each == 7).all() for each in locals_of(second))
-    assert [each.data_ptr() for each in locals_of(second)] == memory
 
 
 # ----- check_finite -----

@@ -1,9 +1,9 @@
 """Save and resume with torch.distributed.checkpoint (DCP).
 
 A save writes into a draft folder: the tensors and DCP's table of them, each rank's random state,
-and then the manifest, with the size and hash of each file, read again by the rank that wrote it.
-Then the draft is renamed to its step. With async_mode all of this happens on a thread, in a process
-group of its own, from a snapshot in CPU memory.
+and then the manifest, with the size and hash of each file. Then the draft is renamed to its step.
+With async_mode all of this happens on a thread, in a process group of its own, from a copy in CPU
+memory.
 """
 
 import json
@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import CheckpointError, RunError, StorageError
@@ -97,7 +97,7 @@ class Checkpointer:
             use_device = partial(torch.cuda.set_device, device) if on_gpu else None
             self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=use_device)
             pinned = on_gpu and settings.async_mode == "async_with_pinned_mem"
-            self._snapshot = states.Snapshot(pinned=pinned)
+            self._stager = BlockingAsyncStager(cache_staged_state_dict=pinned)
 
     def load(self, resume: Resume) -> None:
         """Load a checkpoint into model, optimizer and random generators. If it is in the run's own
@@ -194,7 +194,7 @@ class Checkpointer:
         if self._thread is None or weights_only:  # nothing is trained beside the last save
             self._finish(lambda: self._write(state, manifest, random_state))
         else:
-            copy = self._snapshot.take(state)
+            copy = self._stager.stage(state)
             self._saving = self._thread.submit(self._write, copy, manifest, random_state)
 
     def _exported_weights(self) -> dict[str, Tensor]:
@@ -242,7 +242,7 @@ class Checkpointer:
         draft = on_rank0(lambda: folders.start_draft(self.folder, step), group=group)
         target = folders.step_folder(self.folder, step)
         try:
-            # A snapshot is on the CPU already; copying ahead would wait for the training's stream.
+            # A copy is on the CPU already; copying ahead would wait for the training's stream.
             write_tensors(state, draft, group=group, copy_ahead=self._thread is None)
             hashed = on_all_ranks(lambda: self._hash_files(draft, random_state), group=group)
             manifest = replace(
@@ -292,21 +292,12 @@ def write_tensors(
     *,
     group: dist.ProcessGroup | None = None,
     copy_ahead: bool = True,
-    read: Callable[[str], Tensor] | None = None,
 ) -> None:
-    """Write tensors with DCP, together with all ranks of `group`; without one, in this process
-    alone. With `read`, it returns the tensor to write for each name in `state`, and each has a file
-    of its own, because DCP keeps all tensors of a file until it is complete. Raises StorageError.
-    """
-    writer = _Writer(
-        folder,
-        single_file_per_rank=read is None,
-        per_thread_copy_ahead=10_000_000 if copy_ahead else 0,
-    )
-    planner = _Planner(read)
+    """Write tensors with DCP, together with all ranks of `group`. Raises StorageError."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    writer = _Writer(folder, per_thread_copy_ahead=10_000_000 if copy_ahead else 0)
     try:
-        options = {"process_group": group, "no_dist": group is None}
-        dcp.save(state, storage_writer=writer, planner=planner, **options)
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         # torch does not always say that the disk is full.
         free_gib = shutil.disk_usage(folder.parent).free / 2**30
@@ -314,22 +305,8 @@ def write_tensors(
         raise folders.unwritable(folder, reason) from error
 
 
-class _Planner(DefaultSavePlanner):
-    """Planner that keeps flat names unchanged, and may read each tensor when it is written."""
-
-    def __init__(self, read: Callable[[str], Tensor] | None) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._read = read
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        if self._read is not None:
-            return self._read(write_item.index.fqn)
-        return super().transform_object(write_item, object)
-
-
 class _Writer(FileSystemWriter):
-    """Writer that fails with the disk's error, instead of torch's error about an archive that it
-    could not complete."""
+    """Writer that fails with the disk's error instead of torch's error about its archive."""
 
     def write_data(self, *args: Any) -> Any:
         """Write this rank's tensors."""

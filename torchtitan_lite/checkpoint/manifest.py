@@ -32,11 +32,10 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8})")
 """Name of a checkpoint's folder."""
-SAVED_FILES = r"\.metadata|__\d+_\d+\.distcp|rank-\d{5}\.json"
-"""Names of all other files of a checkpoint: DCP's table of tensors, the tensors, and each rank's
-random state."""
 TENSORS_SUFFIX = ".distcp"
 """Suffix of the large files, which contain the tensors."""
+SAVED_FILES = rf"\.metadata|__\d+_\d+\{TENSORS_SUFFIX}|rank-\d{{5}}\.json"
+"""Names of the other files: DCP's table of tensors, the tensors, each rank's random state."""
 BLOCK_BYTES = 1 << 20
 
 Size = Annotated[Count, Field(ge=1)]
@@ -50,14 +49,6 @@ def _check_tables(config: str) -> str:
     return config
 
 
-def _rename_keys(model: dict[str, Any]) -> dict[str, Any]:
-    """Return a model's dimensions with the current name of a key that 0.2 and earlier renamed."""
-    scaling = model.get("rope_scaling")
-    if isinstance(scaling, dict) and "original_max_seq_len" in scaling:
-        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
-    return model
-
-
 class BrokenCheckpoint(CheckpointError):
     """A checkpoint is damaged, or is not one of this project. The message is one line."""
 
@@ -68,7 +59,7 @@ class TrainingProgress:
 
     step: Count
     samples: Count
-    """Samples that all ranks have trained on since step 1, or since the data was restarted."""
+    """Samples that all ranks have trained on since step 1."""
     tokens: Count
     """Tokens that all ranks have trained on since step 1."""
     data: dict[str, Annotated[int, Field(ge=0)] | str]
@@ -135,7 +126,7 @@ class CheckpointManifest:
     """Size of each dimension of the device mesh."""
     versions: dict[str, str] = field(default_factory=installed_versions)
     """Versions of torchtitan_lite, torch, torchao and python."""
-    model: Annotated[dict[str, Any], AfterValidator(_rename_keys)]
+    model: dict[str, Any]
     """Dimensions of the model."""
     config: Annotated[str, AfterValidator(_check_tables)]
     """The resolved config as TOML."""
@@ -197,8 +188,8 @@ def broken_files(
     """Return the problems of the `files` of the checkpoint in `folder`, one line each.
 
     The sizes of all files are compared, and the contents of the small ones, or with `hashes` of
-    all. With a `share` (rank, world_size), each rank reads the contents of different files. Other
-    files in the folder are ignored. Raises StorageError if the disk fails."""
+    all. With a `share` (rank, world_size), each rank reads the contents of different files. Raises
+    StorageError if the disk fails."""
     rank, world_size = share
     problems = []
     # Largest first, so that the shares of the callers are about equal.
@@ -221,7 +212,7 @@ def broken_files(
 
 
 def unreadable(path: Path, error: OSError) -> StorageError:
-    """Return the error for a file that the system cannot read, whole or not."""
+    """Return the error for a file that the disk does not give."""
     return StorageError(
         f"[checkpoint] {path} cannot be read: {error.strerror}; {storage_fix(error)}."
     )

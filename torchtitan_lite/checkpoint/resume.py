@@ -36,17 +36,16 @@ class Resume:
 
     def check_can_train(self, *, last_step: int) -> None:
         """Raise CheckpointError if the run has steps left and the checkpoint has only weights."""
-        step = self.manifest.progress.step
-        if step >= last_step or not self.manifest.has_weights_only:
-            return
-        there = [other for other in folders.steps_with_folder(self.path.parent) if other != step]
-        raise CheckpointError(
-            f"[checkpoint] load_step: {self.path} has only weights, as its run had "
-            "last_save_model_only = true, and cannot be resumed. Set load_step to an earlier step "
-            f"(there are: {', '.join(map(str, there)) or 'none'}), or in another [job] dump_folder "
-            f'start a run with initial_load_path = "{self.path}". torchtitan-lite convert '
-            f"export {self.path} NEW_FOLDER makes a Hugging Face model."
-        )
+        step = self.progress.step
+        if step < last_step and self.manifest.has_weights_only:
+            there = folders.steps_with_folder(self.path.parent)
+            others = ", ".join(str(other) for other in there if other != step) or "none"
+            raise CheckpointError(
+                f"[checkpoint] load_step: {self.path} has only weights, as its run had "
+                "last_save_model_only = true, and cannot be resumed. Set load_step to an earlier "
+                f"step (there are: {others}), or in another [job] dump_folder start a run with "
+                f'initial_load_path = "{self.path}".'
+            )
 
 
 def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
@@ -58,7 +57,7 @@ def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
     initial_load_path's has only weights; StorageError if the disk fails."""
     if not checkpoint.enable:
         return None
-    if (own := _find_own(checkpoint, folder=folder)) is not None:
+    if checkpoint.load_step and (own := _find_own(checkpoint, folder=folder)):
         return own
     if checkpoint.initial_load_path is None or checkpoint.initial_load_model_only:
         return None
@@ -75,10 +74,7 @@ def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
 
 
 def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
-    """Return the checkpoint in the run's own `folder` to resume, or None. Raises as `find_resume`
-    does."""
-    if checkpoint.load_step == 0:
-        return None
+    """Return the checkpoint in the run's own `folder` to resume, or None."""
     wanted = f"[checkpoint] load_step = {checkpoint.load_step}"
     there = on_rank0(lambda: folders.steps_with_folder(folder))
     names = ", ".join(map(str, there)) or "none"
@@ -88,9 +84,8 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
             "these, or -1 for the newest."
         )
 
-    steps = there if checkpoint.load_step == -1 else [checkpoint.load_step]
     reason = None
-    for step in reversed(steps):
+    for step in reversed(there if checkpoint.load_step == -1 else [checkpoint.load_step]):
         path = folders.step_folder(folder, step)
         try:
             manifest = verify(path, hashes=checkpoint.verify_hashes)
@@ -103,9 +98,8 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
     if reason is None:
         return None
     raise CheckpointError(
-        f"{wanted}: {reason.rstrip('.')}. None of the {len(steps)} checkpoints that may be loaded "
-        f"verifies; {folder} has the steps {names}: name another, or set load_step = 0 for a new "
-        "run."
+        f"{wanted}: {reason.rstrip('.')}. No checkpoint that may be loaded verifies; {folder} has "
+        f"the steps {names}: name another, or set load_step = 0 for a new run."
     )
 
 

@@ -32,8 +32,8 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return parameters and optimizer state by name, sharing their storage, so that loading into
-    the result loads into both. Creates the optimizer's state if there is none yet."""
+    """Return parameters and optimizer state by name, sharing their storage. Creates the optimizer's
+    state if there is none yet."""
     if not optimizer.state:
         _init_optimizer_state(optimizer)
     state = model_state(model)
@@ -77,30 +77,6 @@ def _init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-class Snapshot:
-    """Copies of a state in CPU memory that is allocated only once. torch's own stager allocates it
-    for each copy, which takes 1.4 times as long as copying. `pinned`: faster from a GPU."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._memory: dict[str, Tensor] = {}
-
-    def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a copy of `state` with the same names and layout, valid until the next call."""
-        copies = {}
-        for name, tensor in state.items():
-            local = local_part(tensor)
-            if name not in self._memory:
-                self._memory[name] = torch.empty_like(local, device="cpu", pin_memory=self._pinned)
-            copy = self._memory[name].copy_(local, non_blocking=True)
-            if isinstance(tensor, DTensor):
-                copy = DTensor(copy, tensor._spec, requires_grad=False)
-            copies[name] = copy
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
-        return copies
-
-
 def entries(state: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """Return the data type and the global shape of each tensor."""
     return {
@@ -112,7 +88,7 @@ def entries(state: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 def stage_entries(
     state: Mapping[str, Tensor], *, stages: dist.ProcessGroup | None
 ) -> dict[str, TensorEntry]:
-    """Return the same of all tensors on the ranks of `stages`, which have other parts of the model.
+    """Return the entries of all tensors on the ranks of `stages`, which share the model.
     Collective."""
     merged: dict[str, TensorEntry] = {}
     for of_rank in on_all_ranks(lambda: entries(state), group=stages):
@@ -154,8 +130,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def load_random_state(path: Path, *, device: torch.device) -> None:
-    """Set this rank's random generators to the state in a file of a checkpoint, except CUDA's if a
-    run on CPU has written the file. Raises BrokenCheckpoint for a file of another kind."""
+    """Set this rank's random generators to the state in a file; CUDA's only if the file has it.
+    Raises BrokenCheckpoint for a file of another kind."""
     try:
         state = read_json_object(path)
         version, words, gauss = state["python"]
