@@ -56,7 +56,7 @@ def test_moments_in_bfloat16_train_nearly_as_float32_does(tmp_path: Path) -> Non
     assert found == pytest.approx(expected, rel=5e-3) and found != expected
 
 
-# ----- attention_backend -----
+# ----- find_attention -----
 def test_a_run_says_which_attention_it_took(tmp_path: Path) -> None:
     output = finish(*train_arguments(tmp_path, "--training.steps=2"), processes=1)
     (chosen,) = re.findall(r"attention by (\w+)", output)

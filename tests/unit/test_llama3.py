@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from sample_jobs import job_of
 from sample_llamas import ARGS, SCALING, config_of
 from torch import Tensor
 from torch.nn.attention import flex_attention
@@ -15,19 +16,20 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.flavors import ModelArgs
+from torchtitan_lite.config import Config
 from torchtitan_lite.models import llama3
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import (
     Transformer,
     apply_rope,
-    attention_backend,
     document_mask,
     document_starts,
     rope_frequencies,
     rope_table,
 )
+from torchtitan_lite.training.model import find_attention
 
-# ----- Transformer, apply_rope, document_starts, document_mask, attention_backend -----
+# ----- Transformer, apply_rope, document_starts, document_mask -----
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -165,9 +167,12 @@ def test_flex_attention_leaves_out_blocks_between_documents() -> None:
     assert (mask.kv_num_blocks + mask.full_kv_num_blocks).tolist() == [[[1, 2, 3, 2]]]
 
 
+# ----- find_attention -----
+
+
 def backend(args: ModelArgs, device: str, *, tp_degree: int) -> str:
-    kind = {"dtype": torch.bfloat16, "device": torch.device(device)}
-    return attention_backend(args, cp_degree=1, tp_degree=tp_degree, **kind)
+    job = job_of(Config(), args, degrees=(1, 1, tp_degree))
+    return find_attention(job, device=torch.device(device))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import (
     BlockMask,
     create_block_mask,
@@ -20,12 +19,10 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.flavors import ModelArgs
 
 CPU_FLOAT32_HEAD_DIM = 32
 """Largest head_dim for which attention on CPU is computed in float32, up to 2.7 times as fast."""
-FLEX_CAPABILITY = (8, 0)  # of the oldest GPUs on which PyTorch tests FlexAttention
 
 # FlexAttention is compiled even if blocks are not: eager, it computes S x S values. The compiler is
 # loaded at the first use.
@@ -111,41 +108,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
     )
     return out.to(dtype)
-
-
-def attention_backend(
-    args: ModelArgs, *, cp_degree: int, tp_degree: int, dtype: torch.dtype, device: torch.device
-) -> str:
-    """Return what computes this rank's attention: FLEX_ATTENTION or the name of an SDPA backend.
-    MATH, the only backend that is not fused, stores all S x S scores.
-
-    Raises ConfigError for a document mask on a GPU without FlexAttention."""
-    masked, seq_len = args.document_bos_id is not None, args.max_seq_len
-    if masked and device.type == "cuda":
-        if torch.cuda.get_device_capability(device) < FLEX_CAPABILITY:
-            raise ConfigError(
-                "[training] document_mask = true needs a GPU of compute capability 8.0 or newer, "
-                f"and {torch.cuda.get_device_name(device)} is older; set it to false."
-            )
-        return "FLEX_ATTENTION"
-
-    # Tensors as the model passes them: [1, heads, S, Q], with S before the heads in memory.
-    q, k, v = (
-        torch.empty(1, seq_len, heads // tp_degree, args.head_dim, dtype=dtype, device=device)
-        .transpose(1, 2)
-        .requires_grad_()
-        for heads in (args.n_heads, args.n_kv_heads, args.n_kv_heads)
-    )
-
-    # Only flash attention aligns a causal mask with the last keys, as parts of a sequence need it.
-    if cp_degree > 1 and device.type == "cuda":
-        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
-        if torch.backends.cuda.can_use_flash_attention(params):
-            return SDPBackend.FLASH_ATTENTION.name
-
-    mask = torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool, device=device) if masked else None
-    chosen = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=True)
-    return SDPBackend(chosen).name
 
 
 class Attention(nn.Module):

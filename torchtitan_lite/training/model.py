@@ -8,7 +8,9 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import Precision
 from torchtitan_lite.catalog.flavors import OUTPUT, ModelArgs
@@ -25,7 +27,7 @@ from torchtitan_lite.float8.selection import (
 )
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.models.init import init_weights
-from torchtitan_lite.models.llama3 import Transformer, attention_backend
+from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from torchtitan_lite.parallel.microbatches import ModelLoss, PlainMicrobatches
@@ -34,6 +36,7 @@ from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, Timed, cut_
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
 
+FLEX_CAPABILITY = (8, 0)  # of the oldest GPUs on which PyTorch tests FlexAttention
 DTYPES: dict[Precision, str] = {"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -159,14 +162,37 @@ def build_meta_model(
 
 
 def find_attention(job: Job, *, device: torch.device) -> str:
-    """Return the kernel of attention that PyTorch takes on `device`."""
-    return attention_backend(
-        job.model_args,
-        cp_degree=job.degrees.cp,
-        tp_degree=job.degrees.tp,
-        dtype=getattr(torch, job.config.training.mixed_precision_param),
-        device=device,
+    """Return what computes attention on `device`: FLEX_ATTENTION or the name of an SDPA backend, of
+    which MATH stores all scores. Raises ConfigError for a GPU without FlexAttention that needs it.
+    """
+    args, seq_len = job.model_args, job.model_args.max_seq_len
+    masked, on_gpu = args.document_bos_id is not None, device.type == "cuda"
+    if masked and on_gpu:
+        if torch.cuda.get_device_capability(device) < FLEX_CAPABILITY:
+            raise ConfigError(
+                "[training] document_mask = true needs a GPU of compute capability 8.0 or newer, "
+                f"and {torch.cuda.get_device_name(device)} is older; set it to false."
+            )
+        return "FLEX_ATTENTION"
+
+    # Tensors as the model passes them: [1, heads, S, Q], with S before the heads in memory.
+    dtype = getattr(torch, job.config.training.mixed_precision_param)
+    q, k, v = (
+        torch.empty(1, seq_len, heads // job.degrees.tp, args.head_dim, dtype=dtype, device=device)
+        .transpose(1, 2)
+        .requires_grad_()
+        for heads in (args.n_heads, args.n_kv_heads, args.n_kv_heads)
     )
+
+    # Only flash attention aligns a causal mask with the last keys, as parts of a sequence need it.
+    if job.degrees.cp > 1 and on_gpu:
+        params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
+        if torch.backends.cuda.can_use_flash_attention(params):
+            return SDPBackend.FLASH_ATTENTION.name
+
+    mask = torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool, device=device) if masked else None
+    chosen = torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=not masked, enable_gqa=True)
+    return SDPBackend(chosen).name
 
 
 def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltModel:
