@@ -102,41 +102,27 @@ def vocabulary_table(folder: Path) -> str:
     return table(["vocabulary", "tensor parallelism", *names], rows)
 
 
-def context_section(cells: Cells, folder: Path) -> str:
-    """What came of `cells`, those of ranks that share sequences."""
-    return f"""## Context parallelism
+CONTEXT = """## Context parallelism
 
-The same where ranks share sequences, trained on {trained_on(cells, folder)} on {machine()}. Few
-cells have every pair of a recipe, a layout, an activation checkpointing and a mode; the others are
-empty. `bf16 documents` trains with a document mask on documents of 16 to 43 tokens, which begin and
-end anywhere in a rank's part.
+The same where ranks share sequences. Few cells have every pair of a recipe, a layout, an activation
+checkpointing and a mode; the others are empty. `bf16 documents` trains with a document mask on
+documents of 16 to 43 tokens, which begin and end anywhere in a rank's part. The learning rate is at
+most 1e-3: with 2e-3, which magnifies rounding, the same cells differ by up to 5.0e-04, and 1.1e-03
+in the norm, and one process about as much with other sizes of microbatches."""
+PIPELINES = """## Pipelines
 
-The learning rate is at most 1e-3, as a higher one magnifies rounding. With 2e-3 the same cells
-differ by up to 5.0e-04, and 1.1e-03 in the norm. So does one process, by 5.4e-04 and 9.6e-04, with
-`all_gather` in microbatches of 4 sequences instead of 1, which have other float8 scales.
+Pipelines of a model with 8 blocks. A step has 4 microbatches of one sequence, with `FSDP` 2 on each
+data-parallel rank. A pipeline has a stage for each rank, with the `Interleaved` schedule two. The
+cells contain every pair of a recipe, a layout, a schedule, an activation checkpointing and a mode;
+the others are empty. A figure compares with one process of the same checkpointing and mode, because
+with 8 blocks the compiler alone changes the loss by up to 1.5e-03. The learning rate is at most
+5e-4: at 1e-3 the norm differs by up to 1.6e-03, and on one process with other sizes of microbatches
+by 2.2e-03."""
 
-{matrix_table(cells, folder)}
-{largest(cells, folder)}
-"""
 
-
-def pipeline_section(cells: Cells, folder: Path) -> str:
-    """The results of `cells`, those of pipelines."""
-    return f"""## Pipelines
-
-Pipelines of a model with 8 blocks, trained on {trained_on(cells, folder)} on {machine()}. A step
-has 4 microbatches of one sequence, with `FSDP` 2 on each data-parallel rank. A pipeline has a stage
-for each rank, with the `Interleaved` schedule two. The cells contain every pair of a recipe, a
-layout, a schedule, an activation checkpointing and a mode; the others are empty.
-
-A figure compares with one process of the same checkpointing and mode, because with 8 blocks the
-compiler alone changes the loss by up to 1.5e-03. It rounds fewer values: without float8, losses in
-bf16 differ from those in float32 by up to 1.6e-03 eager and 4.3e-04 compiled.
-
-The learning rate is at most 5e-4, as more blocks magnify rounding more. At 1e-3, the norm in the
-`all_gather` cell of `PP 2 x CP` differs by 1.2e-03, and in context parallelism without a pipeline
-by 1.6e-03. One process with microbatches of 2 sequences, which have other float8 scales, differs by
-2.2e-03.
+def section(head: str, cells: Cells, folder: Path) -> str:
+    """What came of `cells`, under a `head`."""
+    return f"""{head} Trained on {trained_on(cells, folder)} on {machine()}.
 
 {matrix_table(cells, folder)}
 {largest(cells, folder)}
@@ -155,8 +141,8 @@ def page(folder: Path, context: Cells, pipelines: Cells, *, steps: int) -> str:
 {matrix_table(cells, folder)}
 {largest(cells, folder)}
 
-{context_section(context, folder)}
-{pipeline_section(pipelines, folder)}
+{section(CONTEXT, context, folder)}
+{section(PIPELINES, pipelines, folder)}
 ## Vocabularies
 
 Three steps of tensorwise float8 with vocabularies that tensor parallelism splits unevenly, or not

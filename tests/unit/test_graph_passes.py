@@ -3,15 +3,13 @@ with them. The passes are taken out after each test, in tests/conftest.py."""
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from sample_models import SMALL, on_meta
-from torch import Tensor, nn
+from torch import Tensor
 from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.exc import InductorError
@@ -82,33 +80,6 @@ def test_a_cast_is_computed_once_for_all_matmuls_that_read_it() -> None:
             results = torch.compile(multiply_twice, fullgraph=True)(X)
         assert written.pop() == casts * X.numel()
         assert all(map(torch.equal, results, multiply_twice(X)))
-
-
-N, D, F, KV = 64, 256, 896, 128  # tokens, dim, ffn_dim, width of all keys: 8B's over 16
-SIZES = {"dim": D, "n_heads": 2, "n_kv_heads": 1, "ffn_dim": F, "max_seq_len": N}
-
-
-def build_block() -> nn.Module:
-    """A block on CPU with real float8 matmuls, which PyTorch has there too."""
-    model = on_meta(replace(SMALL, **SIZES, n_layers=1), "tensorwise", emulate=False)
-    block = model.layers["0"].to_empty(device="cpu").bfloat16()
-    for weight in block.parameters():
-        nn.init.normal_(weight, std=0.02)
-    return block
-
-
-@pytest.mark.slow
-def test_each_input_of_a_block_is_cast_once() -> None:
-    add_passes()
-    block, casts = compile_to_kernels(build_block(), count_casts)
-    cos, sin = torch.randn(2, N, D // 4)
-    block(torch.randn(1, N, D).bfloat16().requires_grad_(), cos, sin, None).sum().backward()
-    weights = D * (2 * D + 2 * KV) + 3 * D * F
-    # The inputs of wq, wk and wv; of wo; of w1 and w3; of w2.
-    inputs = N * (3 * D + F)
-    # The gradient of each output is cast twice: as it is, and transposed.
-    gradients = N * (2 * D + 2 * KV + 2 * F + D)
-    assert casts == [inputs + weights, inputs + weights + 2 * gradients]
 
 
 # ----- recompute_transposed_casts -----
