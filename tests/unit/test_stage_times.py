@@ -35,7 +35,7 @@ def test_bubble_pct_of_equal_stages_is_the_formulas():
         whole, own = 3.0 * (microbatches + 1), 3 * microbatches
         times.exchanged(rows((1, 1, whole, own), (1, 1, whole - 2, own)))
         bubble = approx(100 / (microbatches + 1))  # (p - 1) / (m + p - 1)
-        assert times.figures(1000, PEAKS)["bubble_pct"] == times.bubble_pct() == bubble
+        assert times.figures(1000, PEAKS)["bubble_pct"] == bubble
 
 
 def test_figures_are_of_the_steps_since_the_last_record():
@@ -52,7 +52,6 @@ def test_figures_are_of_the_steps_since_the_last_record():
         # 1,000 tokens of 2 and 1 MFLOP in 4 and 5 s, at a peak of 1 GFLOPS.
         "stage_mfu": {0: approx(50.0), 1: approx(20.0)},
     }
-    assert times.bubble_pct() == approx(100 * (1 - (18 + 20) / 60))
 
 
 def test_figures_of_ranks_that_share_a_stage_divide_its_tokens():
@@ -76,9 +75,9 @@ def test_figures_of_a_rank_with_several_stages():
 
 def test_figures_wait_until_all_ranks_have_a_step():
     times = stage_times((0,), (1,))
-    assert (times.figures(1000, PEAKS), times.bubble_pct()) == ({}, None)
+    assert times.figures(1000, PEAKS) == {}
     times.exchanged(rows((1, 1, 10, 5), (1, 0, 0, 0)))
-    assert (times.figures(1000, PEAKS), times.bubble_pct()) == ({}, None)
+    assert times.figures(1000, PEAKS) == {}
     times.exchanged(rows((1, 2, 20, 10), (1, 1, 10, 5)))
     assert times.figures(1000, PEAKS)["bubble_pct"] == approx(50.0)
 

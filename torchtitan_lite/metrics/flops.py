@@ -7,7 +7,7 @@ separately what activation checkpointing computes again.
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -143,27 +143,15 @@ def document_values(rank_squares: Tensor, *, whole: int) -> tuple[Tensor, Tensor
 # ----- Rates -----
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Figures of StepRecord. A utilisation is None if it needs an unknown peak, and above 100 % of
-    an approximate peak, which then was measured too low. `mfu_fp8_peak` is None if fp8 is emulated,
-    `hfu` if the compiler decides what is recomputed, `mfu_documents` without document masks."""
-
-    tps: float
-    tflops: float
-    mfu: float | None
-    mfu_documents: float | None
-    mfu_bf16_peak: float | None
-    mfu_fp8_peak: float | None
-    mfu_achievable: float | None
-    hfu: float | None
-
-
 def compute_rates(
     tps: float, *, ledger: FlopsLedger, peaks: Peaks, attention_share: float | None = None
-) -> Rates:
-    """Return the rates of a device that trained on `tps` tokens per second. Document masks leave
-    `attention_share` of attention's FLOPs."""
+) -> dict[str, Any]:
+    """Return figures of StepRecord for a device that trained on `tps` tokens per second. Document
+    masks leave `attention_share` of attention's FLOPs.
+
+    A utilisation is None if it needs an unknown peak, and above 100 % of an approximate peak, which
+    then was measured too low. `mfu_fp8_peak` is None if fp8 is emulated, `hfu` if the compiler
+    decides what is recomputed, `mfu_documents` without document masks."""
     known, flops = peaks.tflops, ledger.by_precision
     with_recompute = {name: count + ledger.recompute[name] for name, count in flops.items()}
     of_documents: dict[Precision, float] = dict(flops)
@@ -171,16 +159,16 @@ def compute_rates(
         of_documents[ledger.attention_runs_in] -= (1 - attention_share) * ledger.attention
 
     utilisation = partial(compute_utilisation, tps, approximate=peaks.approximate)
-    return Rates(
-        tps=tps,
-        tflops=ledger.total * tps / 1e12,
-        mfu=utilisation(flops, known),
-        mfu_documents=None if attention_share is None else utilisation(of_documents, known),
-        mfu_bf16_peak=utilisation({"bf16": ledger.total}, known),
-        mfu_fp8_peak=None if ledger.emulated else utilisation({"fp8": ledger.total}, known),
-        mfu_achievable=utilisation(flops, peaks.measured),
-        hfu=utilisation(with_recompute, known) if ledger.recompute_is_known else None,
-    )
+    return {
+        "tps": tps,
+        "tflops": ledger.total * tps / 1e12,
+        "mfu": utilisation(flops, known),
+        "mfu_documents": None if attention_share is None else utilisation(of_documents, known),
+        "mfu_bf16_peak": utilisation({"bf16": ledger.total}, known),
+        "mfu_fp8_peak": None if ledger.emulated else utilisation({"fp8": ledger.total}, known),
+        "mfu_achievable": utilisation(flops, peaks.measured),
+        "hfu": utilisation(with_recompute, known) if ledger.recompute_is_known else None,
+    }
 
 
 def compute_utilisation(

@@ -11,7 +11,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -252,9 +252,8 @@ class MetricsProcessor:
         memory_gib, total_gib = peak_memory_gib(self.device), total_memory_gib(self.device)
         share, imbalance = (since[name] / steps if name in since else None for name in AVERAGED)
         rates = compute_rates(tps, ledger=self.ledger, peaks=self.peaks, attention_share=share)
-        of_stages: dict[str, Any] = {}
-        if self.stage_times is not None:
-            of_stages = self.stage_times.figures(tokens / steps, self.peaks)
+        stages = self.stage_times
+        of_stages = {} if stages is None else stages.figures(tokens / steps, self.peaks)
         self._last_record = record = StepRecord(
             step=ended.step,
             time=ended.time,
@@ -266,7 +265,7 @@ class MetricsProcessor:
             lr=values.lr,
             skipped_steps=int(values.skipped_steps),
             attention_imbalance=imbalance,
-            **asdict(rates),
+            **rates,
             **of_stages,
             step_time_s=step_time_s,
             data_time_s=data_time_s,
@@ -318,7 +317,7 @@ class MetricsProcessor:
         tps = statistics.median(self._steady_tps) if self._steady_tps else None
         mfu = None
         if tps is not None:
-            mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks).mfu
+            mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks)["mfu"]
         return Summary(
             last=self._last_record,
             losses=tuple(self._losses),
@@ -326,7 +325,6 @@ class MetricsProcessor:
             tps=tps,
             mfu=mfu,
             times_s=dict(self._times),
-            bubble_pct=self.stage_times.bubble_pct() if self.stage_times else None,
         )
 
     def close(self) -> None:

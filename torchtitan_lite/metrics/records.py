@@ -8,52 +8,38 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.base.jsonfile import read_lines
+from torchtitan_lite.base.jsonfile import Count, read_lines
 from torchtitan_lite.base.logger import logger
 
 from .summary import FINAL_STEPS
 
 
 class Line(BaseModel, strict=True, allow_inf_nan=False):
-    """What is read of a line of any file. Numbers that were not finite are None."""
+    """What is read of a line. None: it has no such figure, or the number was not finite."""
 
-    step: int
-
-
-class StepLine(Line):
-    """What is read of a line of metrics.jsonl."""
-
-    tokens: int
-    loss: float | None
-    grad_norm: float | None
-    tps: float | None
-    mfu: float | None
-    memory_gib: float | None
+    step: Count
+    tokens: Count | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    tps: float | None = None
+    mfu: float | None = None
+    memory_gib: float | None = None
+    validation_loss: float | None = None
 
 
-class ValidationLine(Line):
-    """What is read of a line of validation.jsonl."""
-
-    validation_loss: float | None
-
-
-L = TypeVar("L", bound=Line)
-
-
-def read_records(path: Path, schema: type[L]) -> Iterator[tuple[bytes, L]]:
-    """Yield each line of a file that is a record, and what `schema` reads of it.
+def read_records(path: Path) -> Iterator[tuple[bytes, Line]]:
+    """Yield each line of a file that is a record, as bytes and as what is read of it.
 
     Raises ConfigError for anything but a regular file, and OSError if it cannot be read."""
     left_out = 0
     try:
         for line in read_lines(path):
             try:
-                record = schema.model_validate_json(line)
+                record = Line.model_validate_json(line)
             except ValidationError:
                 left_out += 1
             else:
@@ -65,13 +51,12 @@ def read_records(path: Path, schema: type[L]) -> Iterator[tuple[bytes, L]]:
 
 
 def last_losses(dump_folder: Path) -> list[float]:
-    """Return the losses of the last FINAL_STEPS steps in a run's metrics.jsonl, which a writer has
-    opened; NaN for those that are not finite."""
-    lines = deque(read_records(dump_folder / "metrics.jsonl", StepLine), maxlen=FINAL_STEPS)
+    """Return the losses of the last FINAL_STEPS steps in a run's metrics.jsonl; NaN if unknown."""
+    lines = deque(read_records(dump_folder / "metrics.jsonl"), maxlen=FINAL_STEPS)
     return [math.nan if record.loss is None else record.loss for _, record in lines]
 
 
 def has_validation(dump_folder: Path, step: int) -> bool:
-    """Return whether a run's validation.jsonl, which a writer has opened, has a step's loss."""
-    lines = read_records(dump_folder / "validation.jsonl", Line)
+    """Return whether a run's validation.jsonl has a step's loss."""
+    lines = read_records(dump_folder / "validation.jsonl")
     return any(record.step == step for _, record in lines)

@@ -77,10 +77,6 @@ class StageTimes:
             "stage_mfu": {i: mfu for i, mfu in sorted(stage_mfu.items()) if mfu is not None},
         }
 
-    def bubble_pct(self) -> float | None:
-        """Return the bubble of all exchanged steps; None if there is none."""
-        return _bubble_pct(self._totals) if self._totals[..., 0].all() else None
-
 
 def _bubble_pct(totals: Tensor) -> float:
     """Return the bubble as a percentage, the mean of all ranks, of their totals [P, R, 2 + V]."""

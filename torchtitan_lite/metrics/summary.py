@@ -25,8 +25,6 @@ class Summary:
     """Median percent; None also if a peak is unknown."""
     times_s: Mapping[str, float]
     """Seconds that this process spent on training, data, compile, checkpoint, validation."""
-    bubble_pct: float | None = None
-    """Of this process's steps but the first; None without pipelines."""
 
     @property
     def final_loss(self) -> float:
@@ -65,8 +63,6 @@ def summary_lines(summary: Summary) -> list[str]:
         f"of {total_s:,.1f}s: {', '.join(shares)}",
     ]
 
-    if summary.bubble_pct is not None:
-        lines.append(f"pipeline bubble {summary.bubble_pct:.1f}%, without the first step")
     if last.memory_max_gib is None:
         return [*lines, f"peak memory {last.memory_gib:.1f}GiB per device"]
     memory = f"peak memory {last.memory_max_gib:.1f}GiB, on rank {last.memory_max_rank}"

@@ -11,31 +11,19 @@ from .base_writer import Writer, WrittenRun
 from .figures import figure_of
 from .summary import Summary
 
-PAGES: dict[str, dict[str, tuple[str, ...]]] = {
-    "loss": {
-        "mean and validation, nat": ("loss", "validation_loss"),
-        "mean and largest of the ranks, nat": ("loss", "loss_max"),
-    },
-    "throughput": {
-        "tokens per second per device": ("tps",),
-        "TFLOPS per device": ("tflops",),
-    },
-    "MFU": {
-        "percent; with recompute; of documents": ("mfu", "mfu_documents", "hfu"),
-        "percent of one peak or another": (
-            *("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable"),
-        ),
-    },
-    "memory": {"peak, GiB": ("memory_gib",)},
-    "times": {
-        "step, seconds": ("step_time_s", "data_time_s"),
-        "outside of steps, seconds": (
-            *("compile_s", "checkpoint_s", "validation_s", "gc_s", "profiling_s"),
-        ),
-    },
+CHARTS = {
+    "loss, mean and validation, nat": ("loss", "validation_loss"),
+    "loss, mean and largest of the ranks, nat": ("loss", "loss_max"),
+    "tokens per second per device": ("tps",),
+    "TFLOPS per device": ("tflops",),
+    "MFU, percent; with recompute; of documents": ("mfu", "mfu_documents", "hfu"),
+    "MFU, of one peak or another": ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable"),
+    "memory, GiB": ("memory_gib",),
+    "step, seconds": ("step_time_s", "data_time_s"),
+    "outside, seconds": ("compile_s", "checkpoint_s", "validation_s", "gc_s", "profiling_s"),
 }
-"""Figures of each chart of each page of TensorBoard's Custom Scalars tab."""
-CASTS_PAGE = {"sqnr_db": "SQNR of {role}s, dB", "underflow": "share of {role}s that became 0"}
+"""Figures of each chart of TensorBoard's Custom Scalars tab."""
+CAST_CHARTS = {"sqnr_db": "SQNR of {role}s, dB", "underflow": "share of {role}s that became 0"}
 """Titles of the charts of casts to float8, by figure, with a curve per kind of linear."""
 
 
@@ -96,17 +84,15 @@ def _tags(name: str) -> list[str]:
 
 def _layout(*, numerics: bool) -> dict[str, dict[str, list[Any]]]:
     """Return the pages in torch's format: per chart a regular expression for each curve."""
-    layout: dict[str, dict[str, list[Any]]] = {
-        page: {
-            title: ["Multiline", [f"^{re.escape(_tags(name)[-1])}$" for name in names]]
-            for title, names in charts.items()
-        }
-        for page, charts in PAGES.items()
+    charts: dict[str, list[Any]] = {
+        title: ["Multiline", [f"^{re.escape(_tags(name)[-1])}$" for name in names]]
+        for title, names in CHARTS.items()
     }
-    if numerics:
-        layout["float8"] = {
-            title.format(role=role): ["Multiline", [f"^{_tags(figure)[-1]}/{role}/"]]
-            for figure, title in CASTS_PAGE.items()
-            for role in ("input", "weight", "grad_output")
-        }
-    return layout
+    if not numerics:
+        return {"run": charts}
+    casts: dict[str, list[Any]] = {
+        title.format(role=role): ["Multiline", [f"^{_tags(figure)[-1]}/{role}/"]]
+        for figure, title in CAST_CHARTS.items()
+        for role in ("input", "weight", "grad_output")
+    }
+    return {"run": charts, "float8": casts}

@@ -20,7 +20,7 @@ from torchtitan_lite.config import MetricsConfig
 
 from .base_writer import Writer, WrittenRun
 from .figures import CastErrors, StepRecord, format_mfu
-from .records import Line, read_records
+from .records import read_records
 from .summary import Summary
 from .tensorboard_writer import TensorBoardWriter
 from .wandb_writer import WandbWriter
@@ -158,7 +158,7 @@ class JsonlWriter(Writer):
     def __init__(self, path: Path, *, resume_step: int, kind: RecordKind = "metrics") -> None:
         """Open `path`, and drop unfinished lines and lines after `resume_step`. The file is
         replaced atomically, so that a crash loses nothing."""
-        lines = read_records(path, Line) if path.exists() else ()
+        lines = read_records(path) if path.exists() else ()
         kept = [line.rstrip() + b"\n" for line, record in lines if record.step <= resume_step]
         replace_file(path, b"".join(kept))
         self._file = path.open("a", buffering=1)

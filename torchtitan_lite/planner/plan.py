@@ -284,9 +284,9 @@ def _plan_schedule(
     checkpoint_bytes = sum(state_widths(job.config)) * meta.parameters
     return {
         "origin": origin,
-        **{name: getattr(at, name) for name in RATES},
-        "mfu_arithmetic_peak": arithmetic_peak and 100 * at.tflops / arithmetic_peak,
-        "hfu": at.hfu,
+        **{name: at[name] for name in RATES},
+        "mfu_arithmetic_peak": arithmetic_peak and 100 * at["tflops"] / arithmetic_peak,
+        "hfu": at["hfu"],
         "tps_band": tps_band,
         "step_s": tokens_per_step / tokens_per_second,
         "step_s_band": step_s_band,

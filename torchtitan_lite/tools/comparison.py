@@ -19,7 +19,7 @@ from torchtitan_lite.base.jsonfile import read_toml
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.config.differences import flat_config
 from torchtitan_lite.config.keys import show
-from torchtitan_lite.metrics.records import StepLine, ValidationLine, read_records
+from torchtitan_lite.metrics.records import read_records
 from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
 
 COLUMNS = {
@@ -45,7 +45,7 @@ class Run:
 
     folder: Path
     figures: Mapping[str, NDArray[np.float64]]
-    """Of a StepLine, one value per step."""
+    """Of its lines, one value per step."""
     validation_loss: float
     """Of the last validation."""
     settings: Mapping[str, Any]
@@ -71,20 +71,20 @@ def read_runs(paths: Sequence[Path]) -> Runs:
 def _read_run(folder: Path) -> Run:
     """Read the run in `folder`. Raises ConfigError, or OSError if it has no metrics.jsonl."""
     # Of a token count that is there twice, the last line counts.
-    lines = read_records(folder / "metrics.jsonl", StepLine)
-    steps = [*{step.tokens: step for _, step in lines}.values()]
+    lines = read_records(folder / "metrics.jsonl")
+    steps = [*{step.tokens: step for _, step in lines if step.tokens is not None}.values()]
     if not steps:
         raise ConfigError(f"{folder / 'metrics.jsonl'}: no step has been logged yet.")
 
     # A run without validations or config is compared by its steps.
     path, config = folder / "validation.jsonl", folder / "config.toml"
-    validations = [*read_records(path, ValidationLine)] if path.exists() else []
+    validations = [*read_records(path)] if path.exists() else []
     last_loss = validations[-1][1].validation_loss if validations else None
     try:
         settings = flat_config(read_toml(config)) if config.exists() else {}
     except ValueError as error:
         raise ConfigError(f"{config}: {error}") from error
-    names = StepLine.model_fields
+    names = ("step", "tokens", "loss", "grad_norm", "tps", "mfu", "memory_gib")
     figures = {name: np.array([getattr(step, name) for step in steps], float) for name in names}
     return Run(folder, figures, math.nan if last_loss is None else last_loss, settings)
 
