@@ -10,13 +10,9 @@ import argparse
 from pathlib import Path
 
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.tables import format_columns
 
 from .parser import Parser, path_text, print_answer
-
-TEXT = (
-    "loss {loss:.4f} nat per token, perplexity {perplexity:,.2f}, {bits_per_byte:.4f} bits per "
-    "byte; {tokens:,} tokens in windows of {seq_len:,}, {bytes:,} bytes"
-)
 
 
 def add_arguments(parser: Parser) -> None:
@@ -34,4 +30,6 @@ def run(args: argparse.Namespace) -> None:
 
     logger.setLevel("WARNING")  # what a run logs at its start is about training
     found = evaluate(args.source, data=args.data, overrides=args.overrides)
-    print_answer(args, found, TEXT.format(**found))
+    forms = {name: ",.4f" if isinstance(found[name], float) else ",d" for name in found}
+    rows = [(name, format(found[name], form)) for name, form in forms.items()]
+    print_answer(args, found, format_columns(rows, right=[1]))
