@@ -25,7 +25,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan_lite.base.collectives import on_rank0
 from torchtitan_lite.base.errors import (
     STOPPED_EXIT_CODE,
-    ConfigError,
     RunError,
 )
 from torchtitan_lite.base.files import allow_open_files, own_sources
@@ -40,7 +39,7 @@ from torchtitan_lite.metrics.summary import summary_lines
 from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.compiler_checks import check_compiler
-from torchtitan_lite.run.outcome import explain, is_within
+from torchtitan_lite.run.outcome import explain
 from torchtitan_lite.run.process_group import (
     check_started_alike,
     end_process,
@@ -56,15 +55,12 @@ from torchtitan_lite.training.trainer import Trainer
 def run(config: Config, *, parent: int | None) -> int:
     """Train with `config` in this process, which `parent` has started. Return the exit code."""
     folder = RunFolder(Path(config.job.dump_folder))
-    watchdog = Watchdog(
-        report=folder.fail,
-        timeout_s=config.comm.init_timeout_seconds,
-        parent=parent,
-    )
+    timeout_s = config.comm.init_timeout_seconds
+    watchdog = Watchdog(report=folder.fail, timeout_s=timeout_s, parent=parent)
     try:
         stopped_by = join_and_train(config, watchdog, folder)
     except Exception as caught:
-        known = explain(caught, folder=folder.path, watchdog=watchdog)
+        known = explain(caught, watchdog=watchdog)
         error = known or RunError(f"{type(caught).__name__}: {caught}")
         if known is None:
             error.rank, _ = read_rank()
@@ -134,12 +130,10 @@ def start_facts(config: Config) -> dict[str, str]:
 
 
 def open_folder(config: Config, folder: RunFolder) -> Resume | None:
-    """Lock the run folder; if nothing in it is resumed, move an earlier run aside. A collective
-    call.
+    """Lock the run folder; if nothing in it is resumed, move an earlier run aside. Return the
+    checkpoint to go on from. A collective call.
 
-    Returns the checkpoint to go on from. Raises ConfigError, and changes nothing, if the folder
-    holds files that no run wrote.
-    """
+    Raises ConfigError, and changes nothing, if the folder holds files that no run wrote."""
     checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
 
     # After a restart by torchrun, ignore load_step: the first attempt has loaded that step.
@@ -147,15 +141,6 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
     resume = find_resume(checkpoint, folder=checkpoints)
     resumes = resume is not None and resume.path.parent == checkpoints
-
-    # What a new run reads must not move to previous/ with an earlier run's checkpoints.
-    read = (checkpoint.initial_load_path, config.model.tokenizer_path)
-    if not resumes and any(path and is_within(checkpoints, path) for path in read):
-        raise ConfigError(
-            f'[job] dump_folder = "{folder.path}" has checkpoints that move to previous/ when a '
-            "new run starts, among them [checkpoint] initial_load_path or [model] tokenizer_path = "
-            f"{read}; name another dump_folder."
-        )
     on_rank0(lambda: folder.begin(resumes=resumes, entries=run_entries(config)))
     folder.started = on_rank0(lambda: folder.started)
     return resume
@@ -223,10 +208,7 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         epochs = config.training.epochs
         logger.info(f"{epochs:g} epochs done: the data ended the run at step {trainer.step}")
     if config.metrics.enable_tensorboard:
-        # Curves of runs beside this one are worth a comparison, but not every file of a project.
-        parent = trainer.job.folder.parent
-        shown = trainer.job.folder if parent.absolute() == Path.cwd() else parent
-        logger.info(f"curves: {tensorboard_command(shown)}")
+        logger.info(f"curves: {tensorboard_command(trainer.job.folder)}")
     logger.info(f"run folder: {trainer.job.folder}")
 
 

@@ -122,14 +122,9 @@ def validate_hashed_json(fields: dict[str, Any], schema: TypeAdapter[T], *, drop
         # Only validate_json accepts a list for a tuple in pydantic's strict mode.
         return schema.validate_json(json.dumps(described))
     except ValidationError as error:
-        raise ValueError(first_problem(error)) from error
-
-
-def first_problem(error: ValidationError) -> str:
-    """Return the first field that is wrong, and why, on one line."""
-    first = error.errors()[0]
-    reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return " ".join(reason.split())  # a key may contain line breaks
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ValueError(" ".join(reason.split())) from error  # a key may contain line breaks
 
 
 def hash_fields(fields: dict[str, Any]) -> str:

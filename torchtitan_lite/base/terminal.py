@@ -10,21 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
 
-CONTROLS = {*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}
-"""They move the cursor, change colours, or rename the window."""
-DIRECTIONS = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
-"""They show text in another order than it has."""
-SURROGATES = range(0xD800, 0xE000)
-"""Halves of a character, which no encoding has."""
-ESCAPES = {
-    code: chr(code).encode("unicode_escape").decode()
-    for code in (*CONTROLS, *DIRECTIONS, *SURROGATES)
-}
-
 
 def clean(text: str) -> str:
-    r"""Return `text` with control characters other than newline and tab as in Python: \x1b."""
-    return text.translate(ESCAPES)
+    r"""Return `text` with the characters that a terminal does not print, but obeys, as in Python:
+    \x1b. Newline and tab stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 class CleanStream:

@@ -1,8 +1,5 @@
-"""Type checks for torchao's modules and tensors that do not import torchao.
-
-If its module has not been imported, no object has the type. The import takes a twentieth of the
-start of a short run, and bf16 runs do not need it.
-"""
+"""Type checks for torchao's modules and tensors, which bf16 runs do not import: if a module has not
+been imported, no object has its types."""
 
 import sys
 from typing import TYPE_CHECKING, TypeGuard

@@ -105,7 +105,8 @@ def read_worker_env(
 ) -> dict[str, str]:
     """Return the variables that workers need in addition to `env`. Raises ConfigError."""
     log_rank = env.get("LOG_RANK", "").replace(" ", "") or "0"
-    if not {*log_rank.split(",")} <= {str(rank) for rank in range(ngpu)}:
+    ranks = log_rank.split(",")
+    if not all(re.fullmatch("[0-9]{1,9}", rank) and int(rank) < ngpu for rank in ranks):
         raise ConfigError(
             f"LOG_RANK={log_rank} must be comma-separated ranks of 0 to NGPU - 1 = {ngpu - 1}."
         )
