@@ -87,30 +87,25 @@ class Launcher:
 
     def start(
         self,
-        command: Sequence[str | Path],
-        *,
+        folder: Path,
+        *overrides: str,
         faults: Sequence[Fault] = (),
         ranks: int = 2,
         restarts: int = 0,
         nodes: Mapping[str, str] = MappingProxyType({}),
     ) -> subprocess.Popen[str]:
-        """Start `command`, a call of run_train.sh. `nodes` are its variables on one node of
-        several."""
+        """Start a run in `folder`. `nodes` are the variables of one node of several."""
         env = {"PYTHON_EXEC": self.worker, "FAULTS": json.dumps(faults), "NGPU": str(ranks)}
         env |= {"CONFIG_FILE": str(FOLDER / "faults.toml"), "MAX_RESTARTS": str(restarts)}
+        words = [f"--job.dump_folder={folder}", f"--training.dataset_path={self.text}", *overrides]
         return subprocess.Popen(
-            command, cwd=ROOT, env=self.env | env | nodes,
+            [ROOT / "run_train.sh", *words], cwd=ROOT, env=self.env | env | nodes,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    def train(self, folder: Path, *overrides: str) -> list[str | Path]:
-        """Return the call of run_train.sh for a run in `folder`."""
-        data = f"--training.dataset_path={self.text}"
-        return [ROOT / "run_train.sh", f"--job.dump_folder={folder}", data, *overrides]
-
     def run(self, folder: Path, *overrides: str, code: int, **how: Any) -> Ended:
         """Run in `folder`, wait for the end, and assert that it ended with the exit code `code`."""
-        return ended(self.start(self.train(folder, *overrides), **how), code=code)
+        return ended(self.start(folder, *overrides, **how), code=code)
 
 
 def ended(process: subprocess.Popen[str], *, code: int) -> Ended:
@@ -221,7 +216,7 @@ def test_a_run_whose_launcher_is_killed_stops_and_saves(
     launcher: Launcher, half_done: Path
 ) -> None:
     kill = fault("send", "forward 8", 0, number=SIGKILL, to="run_train.sh")
-    process = launcher.start(launcher.train(half_done, *SETTINGS), faults=[kill])
+    process = launcher.start(half_done, *SETTINGS, faults=[kill])
     process.communicate(timeout=SECONDS)
     assert none_lives(half_done)
     assert reported(half_done, "state", "exit_code") == ["stopped", 75]
@@ -268,7 +263,7 @@ def test_a_signal_while_other_nodes_are_awaited_ends_the_run(
         if node_rank == "0":
             node_0.close()
         nodes = two_nodes(node_rank, port=endpoint[1])
-        process = launcher.start(launcher.train(folder), nodes=nodes)
+        process = launcher.start(folder, nodes=nodes)
         if node_rank == "1":
             node_0.accept()  # it waits for an answer, in C++
         else:
@@ -505,7 +500,7 @@ def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
     launcher: Launcher, folder: Path
 ) -> None:
     settings = ["--checkpoint.keep_latest_k=1", "--checkpoint.interval=10"]
-    first = launcher.start(launcher.train(folder, *settings, "--training.steps=100000"))
+    first = launcher.start(folder, *settings, "--training.steps=100000")
     deadline = time.monotonic() + SECONDS
     while not list(folder.glob("checkpoint/step-*")):
         assert time.monotonic() < deadline and first.poll() is None
@@ -541,8 +536,7 @@ def test_a_node_that_is_started_again_ends_and_leaves_the_run_alone(
 
     def start(rank: int, *faults: Fault, nodes: int = 2) -> subprocess.Popen[str]:
         at = two_nodes(rank, port=port) | {"NNODES": str(nodes)}
-        train = launcher.train(folder, *SETTINGS)
-        return launcher.start(train, ranks=1, nodes=at, faults=faults)
+        return launcher.start(folder, *SETTINGS, ranks=1, nodes=at, faults=faults)
 
     waits = fault("await_file", "forward 8", 0, file=str(folder / "go on"))
     run = [start(0, waits), start(1)]
@@ -568,9 +562,7 @@ def test_nodes_that_were_started_differently_train_nothing(
     port = free_port()
     others = [[], ["--optimizer.lr=0.5", f"--job.dump_folder={folder}-2"]]
     processes = [
-        launcher.start(
-            launcher.train(folder, *SETTINGS, *other), ranks=1, nodes=two_nodes(rank, port=port)
-        )
+        launcher.start(folder, *SETTINGS, *other, ranks=1, nodes=two_nodes(rank, port=port))
         for rank, other in enumerate(others)
     ]
     host, differs = socket.gethostname(), "differs between ranks:"

@@ -1,4 +1,3 @@
-import dataclasses
 import errno
 import fcntl
 import json
@@ -7,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +13,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from torchtitan_lite.base.errors import (
     ConfigError,
@@ -27,7 +23,7 @@ from torchtitan_lite.base.errors import (
 )
 from torchtitan_lite.run import run_folder, status
 from torchtitan_lite.run.run_folder import RunFolder, make_log_folder, wait_for_end
-from torchtitan_lite.run.status import Status, job_name, read_status, time_name
+from torchtitan_lite.run.status import job_name, read_status, time_name
 
 ENTRIES = ("tb", "checkpoint", "metrics.jsonl")
 CONFIG = "steps = 1\n"
@@ -190,29 +186,6 @@ def test_a_status_of_a_later_version_is_read(tmp_path):
     open_folder(tmp_path).close()
     change_status(tmp_path, field=1)
     assert read_status(tmp_path).state == "running"
-
-
-NUMBERS = st.integers(-(10**400), 10**400) | st.floats()
-JSON = st.recursive(
-    st.none() | st.booleans() | NUMBERS | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=6,
-)
-FIELDS = [field.name for field in dataclasses.fields(Status)]
-
-
-@given(st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=3), st.integers(0, 200))
-@settings(max_examples=100)
-def test_a_status_has_the_types_of_its_fields_or_is_none(changes, cut):
-    with tempfile.TemporaryDirectory() as folder:
-        good = dataclasses.asdict(Status("running", started=1.0, time=2.0, step=3, tps=4.0))
-        (Path(folder) / "status.json").write_text(json.dumps(good | changes)[: 200 + cut])
-        status = read_status(Path(folder))
-    if status is not None:
-        assert status.state in ("running", "done", "stopped", "failed")
-        assert isinstance(status.step, int) and isinstance(status.started, float)
-        floats = (status.loss, status.tps, status.eta_s)
-        assert all(value is None or isinstance(value, float) for value in floats)
 
 
 # ----- RunFolder: begin -----

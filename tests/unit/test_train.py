@@ -217,6 +217,8 @@ GLOO = "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer"
         ),
         (OSError(errno.ECONNRESET, "reset"), None, ""),
         (RuntimeError(GLOO), RankLostError, "^rank 1 has ended; .*gloo"),
+        (dist.DistBackendError("NCCL error"), RankLostError, "^rank 1 has ended; NCCL error"),
+        (ValueError("gloo"), None, ""),
         (RuntimeError("shapes differ"), None, ""),
         (DataError("no text"), DataError, "^no text$"),
     ],
