@@ -65,10 +65,10 @@ def open_store(
     *, host: str, port: int, node_rank: int, nnodes: int, listener: int | None, timeout_s: float
 ) -> tuple[dist.Store, str]:
     """Return the store of this start, which node 0 serves on the socket `listener`, and the start's
-    random name. All keys are below the name, which processes of another start do not know.
+    random name, below which all keys are: processes of another start do not know it.
 
-    Raises RankLostError if node 0 does not answer within `timeout_s`, and ConfigError if it was
-    started with another number of nodes or has a node of this number already."""
+    Raises RankLostError if node 0 does not answer within `timeout_s`, ConfigError if it has another
+    number of nodes, or a node of this number already."""
     timeout = timedelta(seconds=timeout_s)
     if node_rank == 0:
         served = dist.TCPStore(

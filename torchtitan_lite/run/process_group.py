@@ -44,13 +44,11 @@ def local_world_size() -> int:
 
 
 def connect_store(timeout_s: float) -> dist.Store:
-    """Connect to the store of torchrun's job, where ranks meet. The connection and each answer may
-    take `timeout_s`, but an answer of a server that is stopped never comes. One connection serves
-    one thread at a time.
+    """Connect to the store of torchrun's job, where ranks meet. An answer may take `timeout_s`, and
+    never comes from a server that is stopped. One connection serves one thread at a time.
 
-    Each start has keys of its own, by its name, and so has each of its attempts: after a restart
-    the store still holds what the attempt before left there, such as the addresses of its process
-    group."""
+    Each start has keys of its own, and each of its attempts, because the store still holds what the
+    attempt before left there, such as the addresses of its process group."""
     start = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
@@ -59,10 +57,8 @@ def connect_store(timeout_s: float) -> dist.Store:
 
 def check_started_alike(facts: Mapping[str, str]) -> None:
     """Raise ConfigError on every rank unless all of them have the same `facts`, values by name. A
-    collective call.
-
-    Ranks that differ in the config, in library versions or in this package's sources would train
-    garbage, or hang in a collective that not all of them enter. Nothing in torch compares them."""
+    collective call. Ranks that differ would train garbage, or hang in a collective that not all of
+    them enter."""
     answers = on_all_ranks(lambda: (socket.gethostname(), facts))
     if differences := describe_differences(answers):
         raise ConfigError(differences)
@@ -89,10 +85,8 @@ def describe_differences(answers: Sequence[tuple[str, Mapping[str, str]]]) -> st
 
 
 def init_distributed(comm: CommConfig) -> torch.device:
-    """Join the process group and return this process's device.
-
-    CUDA tensors use NCCL, CPU tensors gloo. Raises ConfigError outside torchrun, on a host with
-    more processes than GPUs, and on a host whose GPUs PyTorch cannot use."""
+    """Join the process group, NCCL for CUDA tensors and gloo for others, and return this process's
+    device. Raises ConfigError outside torchrun, and if the host lacks GPUs that PyTorch can use."""
     rank, world_size = read_rank()
     if has_gpus():
         backend, device = "cpu:gloo,cuda:nccl", _set_up_gpu(comm)
@@ -126,8 +120,8 @@ def has_gpus() -> bool:
 
 
 def stay_on_loopback() -> None:
-    """Let the ranks of one host meet where no other host reaches them, unless the environment
-    names an interface. It also needs no host name that resolves."""
+    """Let the ranks of one host meet where no other host reaches them, unless the environment names
+    an interface."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
 
@@ -165,10 +159,8 @@ def set_timeouts(seconds: int, *, but_of: dist.ProcessGroup | None = None) -> No
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """End this process without the interpreter's teardown.
-
-    gloo's threads can outlive the process group and then abort a process that has done all its
-    work, and threads can wait for ranks that are lost."""
+    """End this process without the interpreter's teardown, in which gloo's threads can abort it and
+    threads can wait for ranks that are lost."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -39,9 +39,8 @@ class RunFolder:
         """Create the folder if needed, and lock it until `close` or the end of this process. Return
         whether torchrun has restarted this run.
 
-        Raises ConfigError if it cannot be a run folder, or if another run still holds it after
-        LOCK_SECONDS; StorageError if the disk fails; the previous attempt's error if that was
-        final."""
+        Raises ConfigError if it cannot be a run folder or another run holds it, StorageError if the
+        disk fails, and the previous attempt's error if that was final."""
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = _take_lock(self.path)
@@ -138,11 +137,10 @@ def make_log_folder(path: Path) -> Path:
 
 
 def wait_for_end(path: Path, *, since: float, job: str | None) -> Status | None:
-    """Return the status of a run that has ended; None if it never began.
+    """Return the status of a run whose agent has ended; None if it never began.
 
     `since` is a time before its start. `job` is its name, or None on nodes other than rank 0's.
-    Workers that outlive a killed agent write their status and then release the lock, so this waits
-    for the lock."""
+    Workers that outlive a killed agent write their status, then release the lock: wait for it."""
 
     def read() -> Status | None:
         status = read_status(path)
@@ -157,8 +155,8 @@ def wait_for_end(path: Path, *, since: float, job: str | None) -> Status | None:
 
 
 def _take_lock(path: Path) -> int:
-    """Lock the folder's lock file and return its descriptor. The kernel releases the lock when the
-    process ends. Raises ConfigError if another run still has it after LOCK_SECONDS."""
+    """Lock the folder's lock file until the process ends, and return its descriptor. Raises
+    ConfigError if another run still has it after LOCK_SECONDS."""
     lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_SECONDS
     while time.monotonic() <= deadline:

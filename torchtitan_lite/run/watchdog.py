@@ -71,9 +71,8 @@ class Heartbeat:
 class Watchdog:
     """The threads, and the main thread's way to ask about other ranks and to report to them.
 
-    Made once a process, on the main thread. `parent` is the process that started this one, as it
-    was before slow imports. Before a thread ends the process it calls `report` with the cause and
-    the step. Raises ConfigError outside torchrun.
+    Made once a process, on the main thread. `parent` is the process that started this one, before
+    slow imports. Before a thread ends the process it calls `report` with the cause and the step.
     """
 
     def __init__(
@@ -163,8 +162,7 @@ class Watchdog:
             connect_store(STORE_SECONDS).compare_set(FAILURE_KEY, "", line)
 
     def close(self) -> None:
-        """Stop watching, at the end of a successful run after its last collective: torchrun's store
-        may go before all ranks have gone. Can be called again; the interpreter's end calls it."""
+        """Stop watching, after the last collective: torchrun's store may go before all ranks."""
         self._closed.set()
         self._judging.join()
         self._talking.join(STORE_SECONDS)  # unless the store keeps it waiting
@@ -229,10 +227,8 @@ class Watchdog:
 
 
 def is_rank_loss(error: BaseException) -> bool:
-    """Return whether a collective failed or timed out, as when another rank is killed or hangs.
-
-    The error comes from NCCL, from the store, or from gloo, which names its source files in its
-    messages (also in "Connection closed by peer" and "Timed out waiting")."""
+    """Return whether a collective failed or timed out, as when another rank is killed or hangs:
+    an error of NCCL, of the store, or of gloo, which names its source files in its messages."""
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error).lower()
     )
@@ -250,8 +246,8 @@ def read_heartbeat(store: dist.Store, rank: int) -> Heartbeat | None:
 
 
 def describe_place(code: CodeType, line: int) -> str:
-    """Return the place of a thread whose innermost Python frame is in `code`: code that waits for
-    other ranks waits within torch.distributed, in C++."""
+    """Return the place of a thread whose innermost Python frame is in `code`. Code that waits for
+    other ranks does so within torch.distributed, in C++."""
     if Path(code.co_filename).is_relative_to(Path(dist.__file__).parent):
         return f"in {code.co_name}"
     return f"at {Path(code.co_filename).name}:{line} in {code.co_name}"
