@@ -13,8 +13,8 @@ from launching import ENV, ROOT
 
 KILLS = 20
 COMMAND = (
-    "from torchtitan_lite.data import rows, sources, store_writer; "
-    "store_writer.BATCH_BYTES = 20_000; sources.CHUNK_BYTES = 60_000; rows.PART_BYTES = 1_000; "
+    "from torchtitan_lite.data import sources, store_writer; "
+    "store_writer.BATCH_BYTES = 20_000; sources.CHUNK_BYTES = 60_000; "
     "from torchtitan_lite.__main__ import main; main()"
 )
 """torchtitan-lite data, but with chunks and batches so small that it can be killed between many
@@ -57,11 +57,13 @@ def files(store: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "rows.jsonl"
+    folder = tmp_path_factory.mktemp("corpus")
     draw, words = random.Random(0), ("def", "self", "return", "value", "x")
     texts = [f"{i} {' '.join(draw.choices(words, k=draw.randrange(1, 150)))}" for i in range(4000)]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
+    for start in range(0, len(texts), 100):
+        rows = (json.dumps({"text": text}) + "\n" for text in texts[start : start + 100])
+        (folder / f"{start:04}.jsonl").write_text("".join(rows))
+    return folder
 
 
 # ----- make_store -----

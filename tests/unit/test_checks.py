@@ -81,6 +81,7 @@ def test_all_broken_rules_are_named_but_those_on_unsound_tables(unsound, named):
     ('optimizer.state_dtype = "float32", training.dtype = "bfloat16"', "unset"),
     ('validation.prompts = ["a"], validation.enable = false', "unset prompts"),
     ("validation.steps = 0", "-1 for all"),
+    ("validation.enable = true, validation.steps = -1", "name some"),
     ('checkpoint.initial_load_path = "/base", checkpoint.enable = false', "unset"),
     ("checkpoint.last_save_in_hf = true, checkpoint.enable = false", "unset"),
     ("checkpoint.last_save_in_hf = true, checkpoint.load_only = true, checkpoint.enable = true",
@@ -95,7 +96,9 @@ def test_refused_keys_are_named_with_their_values_and_a_fix(toml, fix):
     subject, _, said = message.partition(": ")
     assert re.search(fix, said), message
     named = [".".join(name) for name in re.findall(r"\[(\w+)] (\w+) = ", subject)]
-    assert named and all(name in f"{toml} checkpoint.initial_load_path" for name in named)
+    assert named and all(
+        name in f"{toml} checkpoint.initial_load_path validation.dataset_path" for name in named
+    )
 
 
 # ----- _check_layout, _check_model, check_decay, _check_run, OWN_NAMES -----

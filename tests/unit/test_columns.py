@@ -13,7 +13,7 @@ from torchtitan_lite.catalog.datasets import NamedDataset
 from torchtitan_lite.data import columns
 from torchtitan_lite.data import rows as row_module
 from torchtitan_lite.data.columns import read_parquet
-from torchtitan_lite.data.rows import Row, Span
+from torchtitan_lite.data.rows import Row
 from torchtitan_lite.data.sources import open_source
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -32,7 +32,7 @@ def write(path: Path, values: object, *, column: str = "text", **options: object
 
 
 def rows(path: Path, *, text_field: str = "text") -> list[Row]:
-    return list(read_parquet(Span(path, 0, 0), NamedDataset("", text_field=text_field)))
+    return list(read_parquet(path, NamedDataset("", text_field=text_field)))
 
 
 # ----- read_parquet -----

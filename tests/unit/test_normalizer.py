@@ -6,7 +6,7 @@ import json
 import pytest
 
 from torchtitan_lite.base.errors import DataError
-from torchtitan_lite.data.normalizer import MAX_GROWTH, MAX_NORMALIZED, find_growth
+from torchtitan_lite.data.normalizer import MAX_GROWTH, find_growth
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -43,7 +43,7 @@ def test_find_growth(step, growth):
     assert find_growth(described) == growth
 
 
-# ----- check_growth, check_normalized -----
+# ----- check_growth, MAX_NORMALIZED -----
 
 
 def test_rules_that_make_too_much_are_refused(tmp_path):
@@ -59,6 +59,6 @@ def test_rules_that_make_too_much_are_refused(tmp_path):
 
 def test_texts_that_become_too_long_are_refused(tmp_path):
     tokenizer = build_tokenizer(path_of(tmp_path, normalizers.Replace("a", "a" * 60_000)))
-    assert tokenizer.encode("b" * 2**20) == [1] * 2**20  # in pieces, and not longer
-    with pytest.raises(DataError, match=f"{MAX_NORMALIZED:,} bytes of 1,048,576"):
-        tokenizer.encode_documents(["b", "a" * (2**20 - 1)])
+    assert tokenizer.encode("b" * 2**12) == [1] * 2**12
+    with pytest.raises(DataError, match="can make 300,000,000 characters of a text; use another"):
+        tokenizer.encode_documents(["b", "a" * 4999])

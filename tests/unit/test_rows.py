@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.catalog.datasets import NamedDataset
 from torchtitan_lite.data import rows as row_module
-from torchtitan_lite.data.rows import Row, Span, read_jsonl, read_text, reading, split_file
+from torchtitan_lite.data.rows import Row, read_jsonl, read_text, reading
 
 COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
 MARK = b"\xef\xbb\xbf"
@@ -30,13 +30,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("text")
 
 
-def read(span: Span, dataset: NamedDataset = DATASET) -> list[Row]:
-    reader = read_jsonl if ".jsonl" in span.path.name else read_text
-    return list(reader(span, dataset))
-
-
-def whole_span(path: Path) -> Span:
-    return Span(path, 0, path.stat().st_size)
+def read(path: Path, dataset: NamedDataset = DATASET) -> list[Row]:
+    reader = read_jsonl if ".jsonl" in path.name else read_text
+    return list(reader(path, dataset))
 
 
 def rows(path: Path, content: bytes, **limits: int) -> list[Row]:
@@ -45,7 +41,7 @@ def rows(path: Path, content: bytes, **limits: int) -> list[Row]:
     with pytest.MonkeyPatch.context() as patch:
         for name, limit in limits.items():
             patch.setattr(row_module, name, limit)
-        return read(whole_span(path))
+        return read(path)
 
 
 def lines_and_texts(path: Path, content: bytes, **limits: int) -> list[tuple[int, str]]:
@@ -86,13 +82,10 @@ def test_text_of_a_jsonl_row(folder, data, text):
     assert lines_and_texts(folder / "a.jsonl", data) == [(1, text)]
 
 
-def test_options_of_a_dataset(folder):
+def test_text_field(folder):
     path = folder / "a.jsonl"
     rows(path, b'{"body": "x", "text": 1}')
-    assert read(whole_span(path), NamedDataset("", text_field="body"))[0].text == "x"
-    rows(folder / "a.py", b"caf\xe9s")
-    (row,) = read(whole_span(folder / "a.py"), NamedDataset("", skip_invalid_utf8=True))
-    assert row.text == "cafs"
+    assert read(path, NamedDataset("", text_field="body"))[0].text == "x"
 
 
 BAD = {
@@ -180,7 +173,7 @@ def test_a_row_that_is_too_long_is_not_held_in_memory(folder, monkeypatch, name)
     content = Random(0).randbytes(2**23).hex().encode() + b"\n" + ROW
     path.write_bytes(COMPRESS.get(path.suffix, bytes)(content))
     tracemalloc.start()
-    found = [row.place.rpartition(" ")[2] for row in read(whole_span(path))]
+    found = [row.place.rpartition(" ")[2] for row in read(path)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert found == ["1", "2"]
@@ -192,7 +185,7 @@ def test_compressed_files_can_be_joined_but_not_cut_off(folder, ending):
     compress, path = COMPRESS[ending], folder / f"a.jsonl{ending}"
     content = jsonl("a", "b")
     path.write_bytes(compress(content[:9]) + compress(b"") + compress(content[9:]))
-    assert [row.text for row in read(whole_span(path))] == ["a", "b"]
+    assert [row.text for row in read(path)] == ["a", "b"]
 
     texts = [f"{i**5}" for i in range(300)]
     whole = compress(jsonl(*texts))
@@ -200,7 +193,7 @@ def test_compressed_files_can_be_joined_but_not_cut_off(folder, ending):
         path.write_bytes(whole[:size])
         found = []
         with pytest.raises(DataError, match=rf"a\.jsonl{ending}: cannot be read: "):
-            found.extend(row.text for row in read_jsonl(whole_span(path), DATASET))
+            found.extend(row.text for row in read_jsonl(path, DATASET))
         assert found == texts[: len(found)]
 
 
@@ -213,36 +206,7 @@ def test_a_compressed_file_that_is_broken_is_refused(folder, ending, content):
     path = folder / f"broken.txt{ending}"
     path.write_bytes(content)
     with pytest.raises(DataError, match=rf"broken\.txt{ending}: cannot be read: \S+"):
-        read(whole_span(path))
-
-
-# ----- split_file, Span -----
-
-PIECES = (b"", b"1", b"  ", b"{22}", b"333\r", b"x" * 19, b"x" * 20, b"x" * 50, ROW[:-1])
-
-
-@pytest.mark.parametrize("name", ["on.txt", "on.jsonl"])
-@given(st.lists(st.sampled_from(PIECES)), st.integers(1, 60))
-@settings(max_examples=100, deadline=None)
-def test_spans_have_the_rows_of_the_whole_file(folder, name, lines, span_bytes):
-    path, content = folder / name, b"\n".join(lines)
-    found = rows(path, content, **SMALL)
-    with pytest.MonkeyPatch.context() as patch:
-        for limit, value in SMALL.items():
-            patch.setattr(row_module, limit, value)
-        spans = split_file(path, span_bytes)
-        parts = [(span, row) for span in spans for row in read(span)]
-    assert [row[1:] for _, row in parts] == [row[1:] for row in found]
-    for (span, row), expected in zip(parts, found, strict=True):
-        if span.begin:
-            place, _, begin = row.place.removesuffix(" on").partition(" from byte ")
-            before = content[: int(begin)].count(b"\n")
-            line = int(place.rpartition(" ")[2]) + before
-            assert expected.place == f"{path}, line {line}"
-        else:
-            assert row.place == expected.place
-    assert [span.begin for span in spans[1:]] == [span.end for span in spans[:-1]]
-    assert all(span.end - span.begin >= span_bytes for span in spans[:-1])
+        read(path)
 
 
 # ----- read_jsonl -----

@@ -137,7 +137,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
     missing = 'cannot be read: No such file or directory; name .*, or "" for the included one$'
     refused(tmp_path / "none", missing)
     names = "tokenizer.json, tokenizer.model, original/tokenizer.model"
-    refused(tmp_path, f"is a folder with none of {names}; name a tokenizer's file$")
+    refused(tmp_path, f"is a folder with none of {names}; name the whole file")
     (tmp_path / "empty").write_bytes(b"")
     refused(tmp_path / "empty", "is not a whole sentencepiece model")
 
@@ -145,10 +145,10 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
 @pytest.mark.timeout(20)
 def test_pipes_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    refused(tmp_path / "pipe", "is not a regular file$")
+    refused(tmp_path / "pipe", "is not a regular file; name")
     path = json_file(tmp_path / "tokenizer.json", "<s>", "</s>")
     os.mkfifo(tmp_path / "tokenizer_config.json")
-    refused(path, "has a broken tokenizer_config.json beside it: is not a regular file; fix or")
+    refused(path, "has a broken tokenizer_config.json beside it: is not a regular file; name")
 
 
 class PanicException(BaseException):
@@ -162,7 +162,7 @@ def test_a_vocabulary_that_fails_on_a_text_is_named(error, monkeypatch):
 
     tokenizer = build_tokenizer("")
     monkeypatch.setattr(tokenizer, "_vocabulary", replace(tokenizer._vocabulary, encode=fail))
-    with pytest.raises(DataError, match=r"^tokenizer .*\.model fails: .*index out of bounds; get"):
+    with pytest.raises(DataError, match=r"^tokenizer .*\.model fails: .*index out of bounds; use"):
         tokenizer.encode("text")
 
 
@@ -171,7 +171,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, package, content):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / "t").write_bytes(content)
     fix = r'pip install "torchtitan-lite\[llama\]"'
-    refused(tmp_path / "t", f"is read with the package {package}, .*; {fix}$")
+    refused(tmp_path / "t", f"needs the package {package}; {fix}$")
 
 
 def test_a_model_without_bos_is_refused(tmp_path):
@@ -185,7 +185,7 @@ def test_a_model_without_bos_is_refused(tmp_path):
         minloglevel=2,
     )
     (tmp_path / "m").write_bytes(model.getvalue())
-    refused(tmp_path / "m", "has BOS id -1 and EOS id 2, .* need both, so train")
+    refused(tmp_path / "m", "has BOS id -1 and EOS id 2, .* need both: name")
 
 
 @pytest.mark.parametrize(("special", "config", "ids"), [

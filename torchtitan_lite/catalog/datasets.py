@@ -22,10 +22,6 @@ class NamedDataset:
     hf_name: str | None = None
     """Configuration of a Hugging Face dataset."""
     hf_split: str = "train"
-    sample_of: str = ""
-    """Named dataset of the same text, for machines on which `path` does not exist."""
-    skip_invalid_utf8: bool = False
-    """Leave out bytes that are not UTF-8 instead of reporting the row as bad."""
 
 
 DATASETS = {
@@ -34,10 +30,9 @@ DATASETS = {
         path=sysconfig.get_path("stdlib"),
         endings=(".py",),
         skipped_folders=frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"}),
-        skip_invalid_utf8=True,
     ),
     # torchtitan's names. c4_test is a file of torchtitan's repository, which is not shipped here.
     "c4": NamedDataset(path="hf:allenai/c4", hf_name="en"),
-    "c4_test": NamedDataset(path="tests/assets/c4_test", sample_of="c4"),
+    "c4_test": NamedDataset(path="tests/assets/c4_test"),
     "c4_validation": NamedDataset(path="hf:allenai/c4", hf_name="en", hf_split="validation"),
 }

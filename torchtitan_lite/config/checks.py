@@ -105,6 +105,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"[validation] steps": 0},
         "nothing is validated; use 1 or more, -1 for all data, or set enable to false",
     ),
+    (
+        {
+            "[validation] enable": True,
+            "[validation] steps": -1,
+            "[validation] dataset": None,
+            "[validation] dataset_path": None,
+        },
+        "all data of its own is validated on; name some, or use 1 or more steps",
+    ),
     # Checkpoints.
     *(
         (

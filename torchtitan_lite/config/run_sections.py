@@ -77,7 +77,7 @@ class ValidationConfig(Section):
     freq: Count = 100
     """Steps between validations; the last step always validates."""
     steps: AllOrCount = 16
-    """Batches of local_batch_size sequences, divided among ranks; -1: all data (held out: 1 %)."""
+    """Batches of local_batch_size sequences, divided among ranks; -1: all data of its own."""
     dataset: DatasetName | None = None
     """Named dataset, if dataset_path is unset; both unset: windows held out of training data."""
     dataset_path: PathName | None = None

@@ -15,15 +15,15 @@ from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.catalog.datasets import NamedDataset
 from torchtitan_lite.config import expand_user
 
-from .rows import NO_FIELD, Row, Span, build_row, check_string, decode, reading
+from .rows import NO_FIELD, Row, build_row, check_string, decode, reading
 
 HF_PREFIX = "hf:"
 BATCH_ROWS = 64  # of a table in memory at a time; few, because texts can be long
 
 
-def read_parquet(span: Span, dataset: NamedDataset) -> Iterator[Row]:
+def read_parquet(path: Path, dataset: NamedDataset) -> Iterator[Row]:
     """Yield the rows of a parquet file. Raises DataError if it is broken or has no such column."""
-    path, field = span.path, dataset.text_field
+    field = dataset.text_field
     pyarrow = _import("pyarrow", wanted_by=path, extra="parquet")
     parquet = _import("pyarrow.parquet", wanted_by=path, extra="parquet")
     with (

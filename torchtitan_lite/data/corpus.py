@@ -22,9 +22,6 @@ from .store_writer import make_store
 from .token_store import TokenStore, is_store
 from .tokenizer import Tokenizer
 
-HELD_OUT = 100
-"""With [validation] steps = -1, one of so many windows of the training data is held out."""
-
 
 def build_corpora(
     training: TrainingConfig,
@@ -37,25 +34,20 @@ def build_corpora(
     held_out_before: Callable[[int], int],
 ) -> tuple[Corpus, Corpus, int]:
     """Open the data to train on and the data to validate on, which can be the same corpus. Return
-    both, and the number of samples to validate on.
+    both, and the number of samples to validate on. A collective call.
 
-    `shares` are the samples of each dataset in a period of the mix. Windows are held out of the
-    training data if validation reads the same store. `held_out_before` returns how many windows of
-    a store, numbered from 1, a resumed run has held out. A collective call."""
+    `shares` are the samples of each dataset in a period of the mix. `held_out_before` returns how
+    many windows of a store, numbered from 1, a resumed run has held out."""
     shape = {"seq_len": training.seq_len, "vocab_size": vocab_size, "seed": seed}
     stores = open_stores(training, tokenizer)
     check_same_tokens(stores)
     mixture = Mixture(shares)
 
-    # Windows held out of the training data.
-    most = [count_windows(store, training.seq_len) // HELD_OUT for store in stores.values()]
-    all_samples = min(mixture.sample(store, max(count, 1)) for store, count in enumerate(most))
-    validated = _validated(training, validation, all_samples)
-    held_out = mixture.counts(validated).tolist()
-
     # Validation data of its own: only a store that is trained on too gives windows away.
     other: Corpus | None = None
-    if validation.enable and has_own_data(validation):
+    validated = validation.steps * training.local_batch_size if validation.enable else 0
+    held_out = mixture.counts(validated).tolist()
+    if validation.enable and (validation.dataset or validation.dataset_path):
         other, validated = build_validation_corpus(training, validation, tokenizer, **shape)
         fingerprint = other.stores["validation"].fingerprint
         held_out = [
@@ -70,31 +62,19 @@ def build_corpora(
     return corpus, other or corpus, validated
 
 
-def has_own_data(validation: ValidationConfig) -> bool:
-    """Return whether validation reads other data than the windows held out of the training data."""
-    return bool(validation.dataset or validation.dataset_path)
-
-
 def build_validation_corpus(
     training: TrainingConfig, validation: ValidationConfig, tokenizer: Tokenizer, **shape: int
 ) -> tuple[Corpus, int]:
-    """Open the data of [validation]. Return it and the number of samples to validate on. `shape`
-    is for the Corpus. A collective call."""
+    """Open the data of [validation]. Return it and the number of samples to validate on, all of
+    them with steps = -1. `shape` is for the Corpus. A collective call."""
     path, dataset = validation.dataset_path, validation.dataset or training.dataset
     options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
     own = {"validation": open_data("[validation]", path, dataset=dataset, **options)}
     check_same_tokens(own)
-    all_samples = max(count_windows(own["validation"], training.seq_len), 1)
-    validated = _validated(training, validation, all_samples)
+    validated = validation.steps * training.local_batch_size
+    if validation.steps < 0:
+        validated = max(count_windows(own["validation"], training.seq_len), 1)
     return Corpus(own, Mixture((1,)), held_out=[validated], trained=0, **shape), validated
-
-
-def _validated(training: TrainingConfig, validation: ValidationConfig, all_samples: int) -> int:
-    """Return the number of samples of a validation. With steps = -1, that is `all_samples`."""
-    if not validation.enable:
-        return 0
-    asked = validation.steps * training.local_batch_size
-    return asked if asked > 0 else all_samples
 
 
 def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, TokenStore]:
@@ -110,16 +90,16 @@ def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, Tok
 
     names = [Path(dataset.path).resolve().name for dataset in training.datasets]
     stores: dict[str, TokenStore] = {}
-    numbers: dict[str, int] = {}  # of the first store with a fingerprint
     for number, (name, row) in enumerate(zip(names, training.datasets, strict=True), start=1):
         table = f"[[training.datasets]] {number}:"
         store = open_data(table, row.path, key="path", **options)
-        stores[f"{number}-{name}" if names.count(name) > 1 else name] = store
-        if (first := numbers.setdefault(store.fingerprint, number)) != number:
+        twins = [other for other, each in stores.items() if each.fingerprint == store.fingerprint]
+        if twins:
             raise DataError(
-                f'{table} path = "{row.path}" holds the same tokens as {first}; list it once, with '
-                "the sum of the weights"
+                f'{table} path = "{row.path}" holds the same tokens as {twins[0]}; list it once, '
+                "with the sum of the weights"
             )
+        stores[f"{number}-{name}" if names.count(name) > 1 else name] = store
     return stores
 
 
@@ -135,34 +115,27 @@ def open_data(
     """Open the tokens at a path, or of one of DATASETS where it is None.
 
     Text is tokenized unless its tokens are in the cache. Messages start with the table and key of
-    the config. Raises DataError, for a store of another tokenizer too, and StorageError if the
-    cache's disk is full."""
+    the config. Raises DataError, for a store of another tokenizer too, and StorageError."""
     row = DATASETS[dataset] if path is None else NamedDataset(path, text_field=text_field)
-    option = f"--{table.strip('[]')}.{key}" if key == "dataset_path" else key
     try:
         if row.path.startswith(HF_PREFIX):
-            ways = _ways_out(row, option)
-            raise DataError(f"training reads no Hugging Face dataset; {ways}")
-        if row.sample_of and not Path(row.path).exists():
-            ways = _ways_out(DATASETS[row.sample_of], option)
-            raise DataError(f"{row.path} is in torchtitan's repository, not here; {ways}")
+            split = f" --hf-split {row.hf_split}" if row.hf_split != "train" else ""
+            name = f" --hf-name {row.hf_name}" if row.hf_name else ""
+            raise DataError(
+                "training reads files and token stores; make a store, and name it as the path: "
+                f"torchtitan-lite data make {row.path} STORE{name}{split} --max-tokens N"
+            )
         # A store is read where it is; other text becomes a store in the cache.
         if is_store(folder := Path(row.path)):
             return _check_tokenizer(TokenStore(folder), tokenizer)
         return open_cached(build_source(path or dataset, row), tokenizer)
-    except (DataError, StorageError) as error:
+    except (DataError, StorageError, OSError) as error:
+        kind, problem = type(error), str(error)
+        if isinstance(error, OSError):
+            kind, cache = StorageError, "the cache of tokens (XDG_CACHE_HOME)"
+            problem = f"{error.filename or cache}: {error.strerror}; {storage_fix(error)}"
         setting = f'dataset = "{dataset}"' if path is None else f'{key} = "{path}"'
-        raise type(error)(f"{table} {setting}: {error}") from error
-
-
-def _ways_out(row: NamedDataset, option: str) -> str:
-    """Say how to read a Hugging Face dataset: as files, or as a store of it, named by `option`."""
-    name = f" --hf-name {row.hf_name}" if row.hf_name else ""
-    split = f" --hf-split {row.hf_split}" if row.hf_split != "train" else ""
-    return (
-        f"use {option} PATH with files of its text, or torchtitan-lite data make "
-        f"{row.path} STORE{name}{split} --max-tokens N and then {option} STORE"
-    )
+        raise kind(f"{table} {setting}: {problem}") from error
 
 
 def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> TokenStore:
@@ -170,16 +143,14 @@ def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> TokenStore:
     found = (recipe.tokenizer_fingerprint, recipe.vocab_size)
     if found != (tokenizer.fingerprint, tokenizer.vocab_size):
         raise DataError(
-            f"token store {store.folder} was made with tokenizer {recipe.tokenizer} "
-            f"({recipe.vocab_size} ids, fingerprint {recipe.tokenizer_fingerprint[:12]}), and "
-            f"[model] tokenizer_path names {tokenizer.name} ({tokenizer.vocab_size} ids, "
-            f"{tokenizer.fingerprint[:12]}); name the tokenizer that it was made with"
+            f"token store {store.folder} was made with tokenizer {recipe.tokenizer} of "
+            f"{recipe.vocab_size} ids, and [model] tokenizer_path names another, {tokenizer.name} "
+            f"of {tokenizer.vocab_size}; name the one that it was made with"
         )
     if tokenizer.one_separator and not recipe.one_separator:
         logger.warning(
-            f"token store {store.folder} is of an earlier version, and has id {tokenizer.bos_id}, "
-            "which is BOS and EOS, twice between documents: [training] document_mask and "
-            "mfu_documents count two for each; make it again in another folder"
+            f"token store {store.folder} is of an earlier version, and has BOS twice between "
+            "documents: masks and counts see an empty one there; make it again in another folder"
         )
     return store
 
@@ -188,22 +159,14 @@ def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
     """Open the tokens of a source in the cache, `torchtitan_lite/tokens` in $XDG_CACHE_HOME.
 
     The first process to ask makes them while the others wait, once per machine or shared file
-    system. Raises DataError; StorageError if the cache cannot be
-    written or read; ConfigError if the home folder is not known."""
+    system. Raises DataError, StorageError, OSError; ConfigError if there is no home folder."""
     inputs = f"{source.fingerprint} {tokenizer.fingerprint}"
     if tokenizer.one_separator:  # earlier versions made another store of the same inputs
         inputs += " one separator"
     key = hashlib.sha256(inputs.encode()).hexdigest()[:16]
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = expand_user(home, what=f"token cache $XDG_CACHE_HOME = {home}: ")
-    folder = Path(home) / "torchtitan_lite" / "tokens" / key
-    try:
-        return make_store(folder, source, tokenizer)
-    except OSError as error:
-        raise StorageError(
-            f"token cache {folder.parent} cannot be written: {error.strerror}; {storage_fix(error)}"
-            ", or set XDG_CACHE_HOME to a writable folder with room for 2 to 4 bytes a token"
-        ) from error
+    return make_store(Path(home) / "torchtitan_lite" / "tokens" / key, source, tokenizer)
 
 
 def check_same_tokens(stores: Mapping[str, TokenStore]) -> None:
@@ -213,12 +176,11 @@ def check_same_tokens(stores: Mapping[str, TokenStore]) -> None:
     fingerprints: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(fingerprints, [store.fingerprint for store in stores.values()])
     for name, of_ranks in zip(stores, zip(*fingerprints, strict=True), strict=True):
-        others = [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]
-        if others:
+        if others := [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]:
             raise DataError(
                 f"{name}: rank 0 has other tokens than {len(others)} of {len(of_ranks)} ranks, the "
                 f"first of them {others[0]}; train on one copy of the text, and for pystdlib with "
-                "the same Python on every node."
+                "one version of Python"
             )
 
 
@@ -240,16 +202,12 @@ def check_same_data(
         f"{key}: {before.get(key, 'none')} -> {now.get(key, 'none')}" for key in changed
     )
     if allow_change or all(key.endswith(" name") for key in changed):
-        logger.info(
-            f"the data has changed since step {step}; going on at sample {samples:,}: {changes}"
-        )
+        logger.info(f"new data since step {step}; going on at sample {samples:,}: {changes}")
         return
-
     raise DataError(
         f"[training] allow_data_change = false, and the data is not what step {step} was trained "
         f"on: {changes}. Undo that, or set it to true, to go on at sample {samples:,} of the new "
-        "order. ([validation] steps * [training] local_batch_size are held out; windows newly held "
-        "out may have been trained on.)"
+        "order; windows newly held out may have been trained on"
     )
 
 
@@ -258,25 +216,16 @@ def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
     corpus, last_step = batches.corpus, batches.last_step
     epochs = corpus.epochs(batches.samples(last_step))
     shares = corpus.mixture.shares / corpus.mixture.period
-
-    # A line for each store, then which of steps and epochs ends the run.
     for windows, share in zip(corpus.windows, shares, strict=True):
         store = windows.store
-        held_out = ""
-        if windows.held_out > 0:
-            held_out = f"{windows.held_out:,} more are held out for validation; "
         logger.info(
             f"{windows.name}: {store.documents:,} documents, {store.tokens:,} tokens, {share:.2%} "
             f"of the samples; an epoch is {windows.epoch_size:,} windows of {training.seq_len}, "
-            f"{held_out}{epochs[windows.name]:.4g} epochs up to step {last_step:,}"
+            f"{windows.held_out:,} more are held out; {epochs[windows.name]:.4g} epochs up to step "
+            f"{last_step:,}"
         )
     if batches.left_over is not None:
         logger.info(
             f"[training] epochs = {training.epochs:g} end the run at step {last_step:,} of "
-            f"{training.steps:,}; {batches.left_over:,} samples are left over, fewer than a step "
-            "takes"
-        )
-    elif training.epochs is not None:
-        logger.info(
-            f"[training] steps = {training.steps} end the run, before {training.epochs:g} epochs do"
+            f"{training.steps:,}; {batches.left_over:,} samples are left over"
         )

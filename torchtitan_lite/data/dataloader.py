@@ -29,10 +29,8 @@ from .token_store import TokenStore
 
 IGNORED_LABEL = -100
 """Label that torch's cross-entropy ignores by default."""
-
 PREFETCHED = 4
 """Least number of batches that are made before they are asked for."""
-
 Batch = tuple[torch.Tensor, torch.Tensor]
 """Tokens and labels, int64 [B, S]."""
 
@@ -78,16 +76,14 @@ class Corpus:
         if store.max_token_id >= self.vocab_size:
             raise DataError(
                 f"{name} ({store.folder}): its largest token id is {store.max_token_id}, and the "
-                f"model has ids up to {self.vocab_size - 1}; make it again with the tokenizer of "
-                "[model] tokenizer_path"
+                f"model has ids up to {self.vocab_size - 1}; name the model's tokenizer and data"
             )
         count, needed = count_windows(store, self.seq_len), held_out + self.trained
         if count < needed:
             raise DataError(
                 f"[training] seq_len = {self.seq_len}: {name} has {store.tokens} tokens, which "
                 f"make {count} windows of {self.seq_len} + 1; {needed} are needed, {held_out} of "
-                "them to validate on ([validation] steps * local_batch_size); give more text, a "
-                "shorter seq_len or fewer validation steps"
+                "them to validate on; give more text, a shorter seq_len or fewer validation steps"
             )
         order = Permutation(count, key="places of windows")
         return Windows(store, name, held_out, count - held_out, order)
@@ -117,10 +113,8 @@ class Corpus:
     def epochs(self, samples: int) -> dict[str, float]:
         """Return how many epochs of each store the first `samples` samples are, by its name."""
         counts = self.mixture.counts(samples).tolist()
-        return {
-            windows.name: count / windows.epoch_size
-            for windows, count in zip(self.windows, counts, strict=True)
-        }
+        named = zip(self.windows, counts, strict=True)
+        return {windows.name: count / windows.epoch_size for windows, count in named}
 
     def sample_limit(self, epochs: float) -> int:
         """Return the number of samples of a run that passes no store more than `epochs` times."""
@@ -147,10 +141,9 @@ class Corpus:
 class TrainingBatches:
     """Iterable over the microbatches that a data-parallel rank trains on.
 
-    They start at `first_step`, whose first sample is `first_sample`. Each step takes the next
-    global batch of samples. Microbatch m of a step, from 0, is its m-th run of local_batch_size
-    samples and goes to rank m % dp_degree as accumulation step m // dp_degree, so a step's samples
-    do not depend on the number of ranks.
+    `first_step` starts at `first_sample`; each step takes the next global batch of samples.
+    Microbatch m of a step, from 0, is its m-th run of local_batch_size samples and goes to rank
+    m % dp_degree as accumulation step m // dp_degree: no sample depends on the number of ranks.
 
     Raises DataError if `epochs` passes over the data are fewer samples than a step takes."""
 
@@ -199,10 +192,8 @@ class TrainingBatches:
 
 @dataclass(frozen=True)
 class ValidationBatches:
-    """Iterable over the batches that a data-parallel rank validates on.
-
-    All ranks together read the first `samples` held-out samples, the same ones at each validation
-    and on any number of ranks."""
+    """Iterable over the batches that a data-parallel rank validates on: all ranks together read the
+    first `samples` held-out samples, on any number of ranks."""
 
     corpus: Corpus
     local_batch_size: int
@@ -211,8 +202,8 @@ class ValidationBatches:
     dp_degree: int
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield tokens and labels, int64 [B, S], equally many on all ranks: forwards are
-        collective. Where the last batches lack samples, they repeat some with IGNORED_LABEL."""
+        """Yield equally many batches on all ranks: forwards are collective. Where the last ones
+        lack samples, they repeat some with IGNORED_LABEL."""
         batch = np.arange(self.local_batch_size)
         for first in range(0, self.samples, self.dp_degree * self.local_batch_size):
             samples = first + self.dp_rank * self.local_batch_size + batch
@@ -222,15 +213,12 @@ class ValidationBatches:
 
 
 class Prefetcher:
-    """Iterator over the same batches, made ahead on a thread, in pinned memory where `device` is a
-    GPU.
-
-    An error in making a batch is raised when its turn comes."""
+    """Iterator over the same batches, `ahead` of them made in advance on a thread, in pinned memory
+    where `device` is a GPU. An error is raised when its batch's turn comes."""
 
     def __init__(
         self, batches: Iterable[Batch], *, device: torch.device, ahead: int = PREFETCHED
     ) -> None:
-        """`ahead` batches are made before they are asked for."""
         self._batches, self._device = iter(batches), device
         self._thread = ThreadPoolExecutor(1, "batches")
         self._coming: deque[Future[Batch | None]] = deque(

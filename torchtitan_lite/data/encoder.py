@@ -28,9 +28,8 @@ class EncodedBatch:
     bad_rows: list[Row]
 
 
-def encode_rows(rows: Iterable[Row], tokenizer: Tokenizer, dtype: np.dtype) -> EncodedBatch:
+def encode_rows(rows: list[Row], tokenizer: Tokenizer, dtype: np.dtype) -> EncodedBatch:
     """Tokenize rows, in order."""
-    rows = list(rows)
     good = [row for row in rows if not row.problem]
     bad = [row for row in rows if row.problem]
 
@@ -42,8 +41,7 @@ def encode_rows(rows: Iterable[Row], tokenizer: Tokenizer, dtype: np.dtype) -> E
         document = np.asarray(ids_of_row, dtype)
         framing = np.count_nonzero((document == bos) | (document == eos))
         if framing > (1 if tokenizer.one_separator else 2):
-            problem = f"its text encodes to BOS id {bos} or EOS id {eos}"
-            bad.append(row._replace(problem=problem))
+            bad.append(Row(row.place, "", f"its text encodes to BOS id {bos} or EOS id {eos}"))
         else:
             documents.append(document)
     ids = np.concatenate([np.empty(0, dtype), *documents])
@@ -52,17 +50,16 @@ def encode_rows(rows: Iterable[Row], tokenizer: Tokenizer, dtype: np.dtype) -> E
 
 def encode_batches(
     batches: Iterable[list[Row]], tokenizer: Tokenizer, *, dtype: np.dtype, threads: int
-) -> Generator[tuple[list[Row], EncodedBatch], None, None]:
-    """Yield each batch and its tokens, in order. Holds AHEAD batches per thread in memory."""
+) -> Generator[EncodedBatch, None, None]:
+    """Yield the tokens of each batch, in order. Holds AHEAD batches per thread in memory."""
     pool = ThreadPoolExecutor(threads, "tokenize")
-    ahead: deque[tuple[list[Row], Future[EncodedBatch]]] = deque()
+    ahead: deque[Future[EncodedBatch]] = deque()
     try:
         for batch in batches:
-            ahead.append((batch, pool.submit(encode_rows, batch, tokenizer, dtype)))
+            ahead.append(pool.submit(encode_rows, batch, tokenizer, dtype))
             if len(ahead) > AHEAD * threads:
-                done, future = ahead.popleft()
-                yield done, future.result()
-        for done, future in ahead:
-            yield done, future.result()
+                yield ahead.popleft().result()
+        for future in ahead:
+            yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)

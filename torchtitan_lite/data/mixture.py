@@ -8,8 +8,6 @@ earliest deadline gives one (Baruah et al., "Proportionate Progress", 1996). So 
 samples of a run, for any i, each store has its share of i, give or take less than one.
 """
 
-import heapq
-
 import numpy as np
 
 
@@ -20,7 +18,7 @@ class Mixture:
         """`shares` are above 0. Time and memory grow with their sum: remove common divisors."""
         self.shares = np.array(shares, np.int64)
         self.period = sum(shares)
-        self._store_of_slot = _schedule(shares)
+        self._store_of_slot = _schedule(self.shares)
         self._slots = [np.flatnonzero(self._store_of_slot == store) for store in range(len(shares))]
         self._rank_of_slot = np.empty(self.period, np.int64)
         for slots in self._slots:
@@ -46,20 +44,14 @@ class Mixture:
         return period * self.period + int(self._slots[store][rank])
 
 
-def _schedule(shares: tuple[int, ...]) -> np.ndarray:
+def _schedule(shares: np.ndarray) -> np.ndarray:
     """Return the store of each slot of a period, int64 [period]: the earliest deadline first."""
-    period = sum(shares)
-    done = [0] * len(shares)
-    # Heaps of stores, by the first slot of their next sample, and by the slot it must come before.
-    waiting = [(0, store) for store in range(len(shares))]
-    ready: list[tuple[int, int]] = []
+    period = shares.sum()
+    done = np.zeros_like(shares)
     order = np.empty(period, np.int64)
     for slot in range(period):
-        while waiting and waiting[0][0] <= slot:
-            _, store = heapq.heappop(waiting)
-            heapq.heappush(ready, (-(-(done[store] + 1) * period // shares[store]), store))
-        _, store = heapq.heappop(ready)
-        order[slot] = store
-        done[store] += 1
-        heapq.heappush(waiting, (done[store] * period // shares[store], store))
+        may_come = done * period // shares <= slot
+        deadlines = -(-(done + 1) * period // shares)
+        order[slot] = np.where(may_come, deadlines, period + 1).argmin()
+        done[order[slot]] += 1
     return order

@@ -7,15 +7,10 @@ The package tokenizers has no limit, and takes about 30 bytes of memory for each
 import base64
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 MAX_GROWTH = 2**16
 """Bytes that a byte of text may become."""
-MAX_NORMALIZED = 2**26
-"""Bytes that may be made of the texts of one call: four times the longest row."""
-PIECE_BYTES = 2**24
-"""Texts that can become longer than MAX_NORMALIZED are tried in pieces that become at most this."""
 GROWTH = {"Strip": 1, "StripAccents": 1, "Nmt": 1, "Fuse": 1, "Lowercase": 2, "NFC": 3, "NFD": 3}
 OTHER_GROWTH = 11
 """Growth by other steps: NFKC and NFKD have this (https://unicode.org/faq/normalization.html)."""
@@ -47,23 +42,5 @@ def check_growth(part: Any) -> int:
     ValueError if it is above MAX_GROWTH."""
     growth = 1 if part is None else find_growth(json.loads(part.__getstate__()))
     if growth > MAX_GROWTH:
-        raise ValueError(
-            f"has rules that make up to {growth:,} bytes of one, above the limit of "
-            f"{MAX_GROWTH:,}; use another tokenizer"
-        )
+        raise ValueError(f"has rules that make up to {growth:,} bytes of one, above {MAX_GROWTH:,}")
     return growth
-
-
-def check_normalized(texts: Sequence[str], normalizer: Any, *, growth: int) -> None:
-    """Raise ValueError if the normalizer makes more than MAX_NORMALIZED bytes of all `texts`."""
-    size = sum(len(text.encode()) for text in texts)
-    if size * growth <= MAX_NORMALIZED:
-        return
-    made, length = 0, PIECE_BYTES // (4 * growth)  # characters, of at most 4 bytes
-    for text in texts:
-        for start in range(0, len(text), length):
-            made += len(normalizer.normalize_str(text[start : start + length]).encode())
-            if made > MAX_NORMALIZED:
-                raise ValueError(
-                    f"its normalizer makes more than {MAX_NORMALIZED:,} bytes of {size:,}"
-                )

@@ -8,7 +8,6 @@ import numpy as np
 SMALL = 2**12
 """Up to this size an order is stored: the grid below would be too small to mix well."""
 ROUNDS = 6
-CHUNK = 2**14  # indices worked on at a time, so that their arrays stay in the processor's cache
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, made odd
 HALF = np.uint64(32)
 
@@ -25,27 +24,21 @@ class Permutation:
     def __init__(self, n: int, *, key: str) -> None:
         assert 1 <= n <= 2**62, f"no permutation of {n} indices"
         self.n = n
+        draw = shake_256(key.encode())
         if n <= SMALL:
-            self._order = np.frombuffer(shake_256(key.encode()).digest(8 * n), "<u8").argsort(
-                kind="stable"
-            )
+            self._order = np.frombuffer(draw.digest(8 * n), "<u8").argsort(kind="stable")
             return
         rows = math.isqrt(n - 1) + 1
         self._rows, self._columns = np.uint64(rows), np.uint64(-(-n // rows))
-        self._round_keys = np.frombuffer(
-            shake_256(key.encode()).digest(ROUNDS * 16), "<u8"
-        ).reshape(ROUNDS, 2)
+        self._round_keys = np.frombuffer(draw.digest(ROUNDS * 16), "<u8").reshape(ROUNDS, 2)
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         """Return the images of indices, both int64 [any length]."""
         if self.n <= SMALL:
             return self._order[indices]
-        images = indices.astype(np.uint64)
-        for start in range(0, len(images), CHUNK):
-            chunk = images[start : start + CHUNK]
-            chunk[:] = self._pass(chunk)
-            while (outside := np.flatnonzero(chunk >= self.n)).size:
-                chunk[outside] = self._pass(chunk[outside])
+        images = self._pass(indices.astype(np.uint64))
+        while (outside := np.flatnonzero(images >= self.n)).size:
+            images[outside] = self._pass(images[outside])
         return images.astype(np.int64)
 
     def _pass(self, cells: np.ndarray) -> np.ndarray:

@@ -41,22 +41,6 @@ class Row(NamedTuple):
     problem: str = ""
 
 
-class Span(NamedTuple):
-    """Bytes `begin` to `end` of a file. A compressed file is one span."""
-
-    path: Path
-    begin: int
-    end: int
-
-    @property
-    def is_compressed(self) -> bool:
-        return self.path.suffix.lower() in COMPRESSED
-
-    def place(self, line: int) -> str:
-        """Return the place of a line; the first one of the span is number 1."""
-        return f"{self.path}, line {line}" + (f" from byte {self.begin} on" if self.begin else "")
-
-
 @contextmanager
 def reading(name: object, *errors: type[Exception]) -> Iterator[None]:
     """Context manager that turns these errors into `DataError: NAME: cannot be read: reason`."""
@@ -82,10 +66,10 @@ def build_row(place: str, parse: Callable[..., str], *content: object) -> Row:
         return Row(place, "", str(error))
 
 
-def decode(data: bytes, errors: str = "strict") -> str:
+def decode(data: bytes) -> str:
     """Return the text of bytes in UTF-8. Raises ValueError."""
     try:
-        return data.decode("utf-8", errors)
+        return data.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte 0x{data[error.start]:02x}, {error.reason}") from error
 
@@ -112,50 +96,32 @@ def json_text(line: bytes, field: str) -> str:
     return check_string(fields[field], field)
 
 
-def split_file(path: Path, span_bytes: int) -> list[Span]:
-    """Split an uncompressed file into spans of at least `span_bytes`, the last one excepted.
-
-    A span ends where a long text is cut, so its rows are the same wherever reading starts."""
-    size = path.stat().st_size
-    spans: list[Span] = []
-    begin = end = 0
-    with path.open("rb") as file:
-        while end < size:
-            file.seek(end + PART_BYTES)
-            _skip_line(file)
-            end = min(file.tell(), size)
-            if end - begin >= span_bytes or end == size:
-                spans.append(Span(path, begin, end))
-                begin = end
-    return spans
-
-
-def read_text(span: Span, dataset: NamedDataset) -> Iterator[Row]:
-    """Yield the text of a span, in rows of about PART_BYTES. Raises DataError."""
-    errors = "ignore" if dataset.skip_invalid_utf8 else "strict"
+def read_text(path: Path, dataset: NamedDataset) -> Iterator[Row]:
+    """Yield the text of a file, in rows of about PART_BYTES. Raises DataError."""
     line = 1
-    with _opened(span) as file:
-        while _is_left(file, span) and (part := file.read(PART_BYTES)):
+    with _opened(path) as file:
+        while part := file.read(PART_BYTES):
             begun = len(part) - (part.rfind(b"\n") + 1)  # bytes of the last line
             rest = _rest_of_line(file, begun)
             part = part[: len(part) - begun] if rest is None else part + rest
             if data := part.removeprefix(BOM_UTF8):
-                yield build_row(span.place(line), decode, data, errors)
+                yield build_row(f"{path}, line {line}", decode, data)
             line += part.count(b"\n")
             if rest is None:
-                yield Row(span.place(line), "", TOO_LONG.format(MAX_ROW_BYTES))
+                yield Row(f"{path}, line {line}", "", TOO_LONG.format(MAX_ROW_BYTES))
                 line += 1
 
 
-def read_jsonl(span: Span, dataset: NamedDataset) -> Iterator[Row]:
-    """Yield the text in each line of a span that is not blank. Raises DataError."""
+def read_jsonl(path: Path, dataset: NamedDataset) -> Iterator[Row]:
+    """Yield the text in each line of a file that is not blank. Raises DataError."""
     line = 1
-    with _opened(span) as file:
-        while _is_left(file, span) and (data := _rest_of_line(file, 0)) != b"":
+    with _opened(path) as file:
+        while (data := _rest_of_line(file, 0)) != b"":
+            place = f"{path}, line {line}"
             if data is None:
-                yield Row(span.place(line), "", TOO_LONG.format(MAX_ROW_BYTES))
+                yield Row(place, "", TOO_LONG.format(MAX_ROW_BYTES))
             elif (data := data.removeprefix(BOM_UTF8)).strip():
-                yield build_row(span.place(line), json_text, data, dataset.text_field)
+                yield build_row(place, json_text, data, dataset.text_field)
             line += 1
 
 
@@ -165,34 +131,23 @@ def _rest_of_line(file: File, begun: int) -> bytes | None:
     rest = file.readline(MAX_ROW_BYTES + 1 - begun)
     if begun + len(rest) <= MAX_ROW_BYTES:
         return rest
-    if not rest.endswith(b"\n"):
-        _skip_line(file)
+    while rest and not rest.endswith(b"\n"):
+        rest = file.readline(READ_BYTES)
     return None
 
 
-def _skip_line(file: File) -> None:
-    """Read up to the end of a line, in bounded memory."""
-    while (piece := file.readline(READ_BYTES)) and not piece.endswith(b"\n"):
-        pass
-
-
-def _is_left(file: File, span: Span) -> bool:
-    return span.is_compressed or file.tell() < span.end
-
-
 @contextmanager
-def _opened(span: Span) -> Iterator[File]:
-    """Open a file at the beginning of a span, decompressed. A file that is cut off is an error."""
-    with reading(span.path, OSError, EOFError, zlib.error), span.path.open("rb") as file:
-        if span.is_compressed and not span.end:
+def _opened(path: Path) -> Iterator[File]:
+    """Open a file, decompressed. A compressed file that is cut off is an error."""
+    suffix = path.suffix.lower()
+    with reading(path, OSError, EOFError, zlib.error), path.open("rb") as file:
+        if suffix in COMPRESSED and not path.stat().st_size:
             raise EOFError("Compressed file ended before its start")
-        suffix = span.path.suffix.lower()
         if suffix == ".gz":
             yield gzip.GzipFile(fileobj=file)
         elif suffix == ".zst":
             yield io.BufferedReader(_BlockFile(_zstd_blocks(file)), READ_BYTES)
         else:
-            file.seek(span.begin)
             yield file
 
 

@@ -1,7 +1,7 @@
 """Sources of text: a folder, a file, a Hugging Face dataset, or a named dataset.
 
-A source is read in chunks, always the same ones in the same order. A chunk is about 64 MiB on
-disk: several small files, or part of a large one. Compressed and parquet files are not split.
+A source is read in chunks, always the same ones in the same order. A chunk is a large file, or
+small ones that have about 256 MiB on disk.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.datasets import DATASETS, NamedDataset
 
 from .columns import HF_PREFIX, open_hf_dataset, read_parquet
-from .rows import COMPRESSED, Row, Span, read_jsonl, read_text, reading, split_file
+from .rows import COMPRESSED, Row, read_jsonl, read_text, reading
 from .token_store import tokens_file
 
 TEXT_KINDS = {
@@ -30,7 +30,7 @@ READERS = {
 } | {".parquet": read_parquet}
 """The reader of a file, by the ending of its name."""
 KINDS = f"{' '.join(TEXT_KINDS)} (each also with .gz or .zst) or .parquet"
-CHUNK_BYTES = 2**26
+CHUNK_BYTES = 2**28
 
 Chunk = Callable[[], Iterator[Row]]
 """A piece of a source: a call reads its rows. Raises DataError for a file that cannot be read."""
@@ -83,7 +83,7 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
         others = Counter(
             path.suffix for path in _all_files(root, dataset) if not _is_read(path, dataset)
         )
-    if others:
+    if others and dataset.endings is None:
         counts = ", ".join(
             f"{n:,} {end or 'without an ending'}" for end, n in others.most_common(9)
         )
@@ -143,33 +143,27 @@ def _hash(root: Path, dataset: NamedDataset) -> str:
             relative = path.relative_to(folder).as_posix()
             digest.update(os.fsencode(f"\n{relative}\0{status.st_size}\0{status.st_mtime_ns}"))
     if path is None:
-        raise DataError(
-            f"{root}: holds 0 files of {KINDS} that are not hidden; name a file, or a folder with "
-            "some"
-        )
+        raise DataError(f"{root}: holds 0 files of {KINDS} that are not hidden; name another")
     return digest.hexdigest()
 
 
 def _chunks(root: Path, dataset: NamedDataset) -> Iterator[Chunk]:
-    """Group the spans of all files until they have CHUNK_BYTES."""
-    group: list[Span] = []
+    """Group the files until they have CHUNK_BYTES."""
+    group: list[Path] = []
     size = 0
     for path in _files(root, dataset):
-        whole = path.suffix.lower() in (*COMPRESSED, ".parquet")
+        group.append(path)
         with reading(path, OSError):
-            spans = [Span(path, 0, path.stat().st_size)] if whole else split_file(path, CHUNK_BYTES)
-        for span in spans:
-            group.append(span)
-            size += span.end - span.begin
-            if size >= CHUNK_BYTES:
-                yield partial(_read_spans, group, dataset)
-                group, size = [], 0
+            size += path.stat().st_size
+        if size >= CHUNK_BYTES:
+            yield partial(_read_files, group, dataset)
+            group, size = [], 0
     if group:
-        yield partial(_read_spans, group, dataset)
+        yield partial(_read_files, group, dataset)
 
 
-def _read_spans(spans: list[Span], dataset: NamedDataset) -> Iterator[Row]:
-    for span in spans:
-        name = span.path.name.lower()
+def _read_files(paths: list[Path], dataset: NamedDataset) -> Iterator[Row]:
+    for path in paths:
+        name = path.name.lower()
         reader = next(reader for ending, reader in READERS.items() if name.endswith(ending))
-        yield from reader(span, dataset)
+        yield from reader(path, dataset)

@@ -10,10 +10,9 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import fsync_folder, lock_file, remove_folder, usable_cores
 from torchtitan_lite.base.logger import logger
 
-from .encoder import EncodedBatch, encode_batches
+from .encoder import encode_batches
 from .rows import Row
 from .sources import Chunk, Source
 from .token_store import (
@@ -49,8 +48,6 @@ BATCH_BYTES = 2**20
 """Size of the batch of rows that a thread tokenizes at a time."""
 REPORTED_ROWS = 20
 """Number of bad rows to log; more are only counted."""
-REPORT_SECONDS = 10.0
-"""Least time between two log lines of progress."""
 
 
 def make_store(
@@ -63,10 +60,9 @@ def make_store(
 ) -> TokenStore:
     """Open the store of `source` in `folder`. Make it if it is missing, finish it if it is partial.
 
-    Up to `skip_bad` rows that are not valid documents are skipped and counted. The store ends with
-    the document that reaches `max_tokens`, or with the source. Raises DataError for more bad rows,
-    text that changes, no documents, or a folder that is no store; StorageError where a file system
-    has no locks; OSError."""
+    Up to `skip_bad` bad rows are skipped and counted. The store ends with the document that reaches
+    `max_tokens`, or with the source. Raises DataError for more bad rows, text that changes, no
+    documents, or a folder that is no store; StorageError without locks; OSError."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
     recipe, started = _recipe(source, tokenizer, max_tokens), time.monotonic()
@@ -87,10 +83,10 @@ def make_store(
         partial.rename(folder)
         fsync_folder(folder.parent)
 
-    store = TokenStore(folder)
+    store, seconds = TokenStore(folder), time.monotonic() - started
     logger.info(
         f"tokenized {source.name}: {store.documents:,} documents, {store.tokens:,} tokens, "
-        f"{store.manifest.skipped_rows} rows skipped, {time.monotonic() - started:.1f} s, {folder}"
+        f"{store.manifest.skipped_rows} rows skipped, {seconds:.1f} s, {folder}"
     )
     return store
 
@@ -117,16 +113,10 @@ def exclusive(path: Path) -> Iterator[None]:
     """Lock the file `path`; other processes wait. The file is not deleted. Raises StorageError
     where the file system has no locks."""
     with path.open("a") as lock:
-        try:
-            has_locks = lock_file(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info(f"waiting for another process that holds {path}")
-            has_locks = lock_file(lock, fcntl.LOCK_EX)
-        if not has_locks:
+        if not lock_file(lock, fcntl.LOCK_EX):
             raise StorageError(
-                f"{path.parent} is on a file system without locks (flock), where two processes "
-                "could make one store; make it on another with torchtitan-lite data make, and copy "
-                "it (the cache of a run is in XDG_CACHE_HOME)"
+                f"{path.parent} is on a file system without locks (flock); make the store on "
+                "another: torchtitan-lite data make (the cache of a run is in XDG_CACHE_HOME)"
             )
         yield
 
@@ -175,23 +165,12 @@ class UnfinishedStore:
 
     def make_shards(self, source: Source, tokenizer: Tokenizer, max_tokens: int) -> None:
         """Write the shards of the remaining chunks."""
-        chunk_count, done = sum(1 for _ in source.chunks()), len(self.manifest.shards)
-        batches = encode_batches(
-            _batched(islice(source.chunks(), done, None)),
-            tokenizer,
-            dtype=np.dtype(self.manifest.recipe.dtype),
-            threads=len(usable_cores()),
-        )
-        reported = time.monotonic()
-        with closing(batches):
-            for number in range(done, chunk_count):
-                if self.manifest.tokens >= max_tokens:
-                    break
-                self._write_shard(number, batches, room=max_tokens - self.manifest.tokens)
-                if time.monotonic() - reported > REPORT_SECONDS:
-                    reported = time.monotonic()
-                    counts = f"{number + 1:,} of {chunk_count:,} chunks"
-                    logger.info(f"{source.name}: {counts}, {self.manifest.tokens:,} tokens")
+        chunk_count = sum(1 for _ in source.chunks())
+        for number, chunk in enumerate(source.chunks()):
+            if number >= len(self.manifest.shards) and self.manifest.tokens < max_tokens:
+                self._write_shard(chunk, tokenizer, room=max_tokens - self.manifest.tokens)
+                counts = f"{number + 1:,} of {chunk_count:,} chunks"
+                logger.info(f"{source.name}: {counts}, {self.manifest.tokens:,} tokens")
 
     def finish(self, source: Source) -> None:
         """Turn the shards into a store. Raises DataError, without a folder left, for no documents,
@@ -210,17 +189,18 @@ class UnfinishedStore:
             draft.unlink()
         fsync_folder(self.folder)
 
-    def _write_shard(
-        self, number: int, batches: Iterator[tuple[list[Row], EncodedBatch]], *, room: int
-    ) -> None:
-        """Write the batches of a chunk, up to the document that reaches `room` tokens, then the
+    def _write_shard(self, chunk: Chunk, tokenizer: Tokenizer, *, room: int) -> None:
+        """Write the documents of a chunk, up to the one that reaches `room` tokens, then the
         manifest with the shard. Raises DataError at the first bad row beyond `skip_bad`."""
+        number, recipe = len(self.manifest.shards), self.manifest.recipe
         tokens = documents = skipped_rows = 0
         max_token_id = self.manifest.max_token_id
         ids_path = self.folder / tokens_file(number)
         starts_path = self.folder / documents_file(number)
-        with ids_path.open("wb") as ids, starts_path.open("wb") as starts:
-            for rows, batch in batches:
+        dtype, threads = np.dtype(recipe.dtype), len(usable_cores())
+        batches = encode_batches(_batched(chunk()), tokenizer, dtype=dtype, threads=threads)
+        with closing(batches), ids_path.open("wb") as ids, starts_path.open("wb") as starts:
+            for batch in batches:
                 self._report_bad(batch.bad_rows, self.manifest.skipped_rows + skipped_rows)
                 skipped_rows += len(batch.bad_rows)
                 ends = tokens + np.cumsum(batch.lengths)
@@ -233,7 +213,7 @@ class UnfinishedStore:
                 tokens += len(kept_ids)
                 documents += len(lengths)
                 max_token_id = max(max_token_id, int(kept_ids.max(initial=0)))
-                if not rows or tokens >= room:  # the end of the chunk, or of the store
+                if tokens >= room:
                     break
             for file in (ids, starts):
                 file.flush()
@@ -241,7 +221,7 @@ class UnfinishedStore:
 
         shard = Shard(tokens, documents, hash_file(ids_path), hash_file(starts_path))
         self.manifest = StoreManifest(
-            recipe=self.manifest.recipe,
+            recipe=recipe,
             tokens=self.manifest.tokens + tokens,
             documents=self.manifest.documents + documents,
             max_token_id=max_token_id,
@@ -262,17 +242,15 @@ class UnfinishedStore:
                 logger.warning(f"skipped: {row.place}: {row.problem}")
 
 
-def _batched(chunks: Iterable[Chunk]) -> Iterator[list[Row]]:
-    """Yield each chunk's rows in batches of about BATCH_BYTES, then an empty batch."""
-    for chunk in chunks:
-        batch: list[Row] = []
-        size = 0
-        for row in chunk():
-            batch.append(row)
-            size += len(row.text)
-            if size >= BATCH_BYTES:
-                yield batch
-                batch, size = [], 0
-        if batch:
+def _batched(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    """Yield rows in batches of about BATCH_BYTES."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += len(row.text)
+        if size >= BATCH_BYTES:
             yield batch
-        yield []
+            batch, size = [], 0
+    if batch:
+        yield batch

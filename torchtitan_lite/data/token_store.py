@@ -104,11 +104,10 @@ class StoreManifest:
         ids, starts = np.dtype(self.recipe.dtype), START_DTYPES[self.recipe.format]
         files = {}
         for number, shard in enumerate(self.shards):
-            files[tokens_file(number)] = (shard.tokens * ids.itemsize, shard.tokens_sha256)
-            files[documents_file(number)] = (
-                shard.documents * starts.itemsize,
-                shard.documents_sha256,
-            )
+            size = shard.tokens * ids.itemsize
+            files[tokens_file(number)] = (size, shard.tokens_sha256)
+            size = shard.documents * starts.itemsize
+            files[documents_file(number)] = (size, shard.documents_sha256)
         return files
 
 
@@ -145,13 +144,10 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
         return manifest
     except (*ABSENT, ValueError) as error:
         raise unusable(folder, f"{name}: {error}") from error
-    except OSError as error:
-        raise unreadable(folder / name, error) from error
 
 
 def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
-    """Return what is wrong with the sizes of a store's files, by name. Raises StorageError for a
-    file that the system cannot read, whole or not."""
+    """Return what is wrong with the sizes of a store's files, by name."""
     problems = {}
     for name, (size, _) in manifest.files().items():
         try:
@@ -161,8 +157,6 @@ def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
             problems[name] = f"{name} {error}"
         except ABSENT as error:
             problems[name] = f"{name}: {error.strerror}"
-        except OSError as error:
-            raise unreadable(folder / name, error) from error
     return problems
 
 
@@ -172,12 +166,6 @@ def unusable(folder: Path, reason: str) -> DataError:
         f"token store {folder}: {reason}; torchtitan-lite data verify lists what is broken; copy "
         "it again, or make it again in another folder: torchtitan-lite data make"
     )
-
-
-def unreadable(path: Path, error: OSError) -> StorageError:
-    """Return the error for a file that the system cannot read, whole or not."""
-    reason = f"{error.strerror}; {storage_fix(error)}"
-    return StorageError(f"token store {path.parent}: {path.name} cannot be read: {reason}")
 
 
 def verify_store(folder: Path) -> list[str]:
@@ -208,10 +196,9 @@ def hash_file(path: Path) -> str:
 class TokenStore:
     """The token store in a folder.
 
-    The cost of opening and holding it grows with the number of shards only. Raises DataError for a
-    folder that is no store, one of another format, and files of wrong sizes. Reading raises
-    DataError for a file that was cut off, and for an id above the manifest's highest; StorageError
-    for a file that the system cannot read."""
+    Raises DataError for a folder that is no store, one of another format, and files of wrong
+    sizes. Reading raises DataError for a file that was cut off, and for an id above the manifest's
+    highest; StorageError for a file that the system cannot read."""
 
     def __init__(self, folder: Path, manifest: StoreManifest | None = None) -> None:
         """`manifest` describes a store that is still being written."""
@@ -255,7 +242,8 @@ class TokenStore:
         except ABSENT as error:
             raise unusable(self.folder, f"{name}: {error.strerror}") from error
         except OSError as error:
-            raise unreadable(self.folder / name, error) from error
+            problem = f"token store {self.folder}: {name} cannot be read: {error.strerror}"
+            raise StorageError(f"{problem}; {storage_fix(error)}") from error
         if len(found) < len(ids):
             raise unusable(
                 self.folder, f"{name} ends at place {place + len(found)}; it was cut off"
@@ -270,12 +258,9 @@ class TokenStore:
         recipe = self.manifest.recipe
         digest = hashlib.sha256(f"{recipe.tokenizer_fingerprint} {recipe.dtype}".encode())
         for start in range(0, self.tokens, HASHED_TOKENS):
-            digest.update(self._hash_run(start).encode())
+            stop = min(start + HASHED_TOKENS, self.tokens)
+            run = hashlib.sha256()
+            for place in range(start, stop, CHUNK_TOKENS):
+                run.update(self.read(place, min(CHUNK_TOKENS, stop - place)).data)
+            digest.update(f" {stop - start} {run.hexdigest()}".encode())
         return digest.hexdigest()
-
-    def _hash_run(self, start: int) -> str:
-        stop = min(start + HASHED_TOKENS, self.tokens)
-        digest = hashlib.sha256()
-        for place in range(start, stop, CHUNK_TOKENS):
-            digest.update(self.read(place, min(CHUNK_TOKENS, stop - place)).data)
-        return f" {stop - start} {digest.hexdigest()}"

@@ -1,15 +1,13 @@
-"""Text to token ids and back.
+"""Text to token ids and back, by a sentencepiece model, a tiktoken file or a tokenizer.json.
 
-A vocabulary is a sentencepiece model, a tiktoken file, or Hugging Face's tokenizer.json. The
-packages of the last two are optional, so they are imported where they are used.
+The packages of the last two are optional, so they are imported where they are used.
 """
 
 import base64
 import hashlib
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +22,11 @@ from torchtitan_lite.base.jsonfile import read_json_object, read_regular
 from torchtitan_lite.config import expand_user
 from torchtitan_lite.config.job import TokenizerValues
 
-from .normalizer import check_growth, check_normalized
+from .normalizer import check_growth
 
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
 FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+FIX = 'name the whole file or the folder of a tokenizer, or "" for the included one'
 
 # Llama 3's reference tokenizer (Meta, llama3/llama/tokenizer.py): how text is split before BPE; the
 # number of special tokens after the ranks (<|begin_of_text|> and <|end_of_text|> come first); and
@@ -38,6 +37,7 @@ LLAMA3_PATTERN = (
 )
 LLAMA3_SPECIAL_TOKENS = 256
 MAX_BYTES = 2**30  # of a vocabulary file
+MAX_NORMALIZED = 2**28  # bytes that a normalizer may make of the texts of one call
 MAX_TEXT = 400_000
 MAX_RUN = 25_000
 
@@ -45,7 +45,6 @@ MAX_RUN = 25_000
 LONG_RUN = re.compile(rf"(?<!\s)\s{{{MAX_RUN},}}|(?<!\S)\S{{{MAX_RUN},}}")
 HALF_RUN = re.compile(rf"\s{{{MAX_RUN // 2}}}|\S{{{MAX_RUN // 2}}}")
 
-BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 TIKTOKEN_LINE = re.compile(rb"\S+ \d+\s")
 
 
@@ -61,35 +60,27 @@ class Tokenizer:
         try:
             inside = [given / name for name in FILES_OF_A_FOLDER if (given / name).is_file()]
             if given.is_dir() and not inside:
-                names = ", ".join(FILES_OF_A_FOLDER)
-                raise ValueError(f"is a folder with none of {names}; name a tokenizer's file")
+                raise ValueError(f"is a folder with none of {', '.join(FILES_OF_A_FOLDER)}")
             self.path = [*inside, given][0]
             content = read_regular(self.path, max_bytes=MAX_BYTES)
             with _panics_as_errors():
-                vocabulary = read_vocabulary(content, self.path.parent)
-        except OSError as error:
-            raise DataError(
-                f"{setting} cannot be read: {error.strerror}; name a tokenizer's file or folder, "
-                'or "" for the included one'
-            ) from error
+                self._vocabulary = read_vocabulary(content, self.path.parent)
+            self.bos_id, self.eos_id = self._vocabulary.bos_id, self._vocabulary.eos_id
+            if min(self.bos_id, self.eos_id) < 0:
+                raise ValueError(
+                    f"has BOS id {self.bos_id} and EOS id {self.eos_id}, where -1 is none; "
+                    "documents need both: name them in a tokenizer_config.json beside its .json"
+                )
         except ModuleNotFoundError as error:
-            raise DataError(
-                f"{setting} is read with the package {error.name}, which is missing; "
-                'pip install "torchtitan-lite[llama]"'
-            ) from error
+            fix = 'pip install "torchtitan-lite[llama]"'
+            raise DataError(f"{setting} needs the package {error.name}; {fix}") from error
+        except OSError as error:
+            raise DataError(f"{setting} cannot be read: {error.strerror}; {FIX}") from error
         except ValueError as error:
-            raise DataError(f"{setting} {error}") from error
+            raise DataError(f"{setting} {error}; {FIX}") from error
 
-        self._vocabulary = vocabulary
         self.name = str(self.path.relative_to(given.parent))
-        self.vocab_size = vocabulary.size
-        self.bos_id, self.eos_id = vocabulary.bos_id, vocabulary.eos_id
-        if min(self.bos_id, self.eos_id) < 0:
-            raise DataError(
-                f"{setting} has BOS id {self.bos_id} and EOS id {self.eos_id}, where -1 is none; "
-                "documents need both, so train the tokenizer with both, or name them in a "
-                "tokenizer_config.json beside a tokenizer.json: one token can be both"
-            )
+        self.vocab_size = self._vocabulary.size
         # Where one id is both, as in SmolLM2 and GPT-2, it stands between documents once.
         self.one_separator = self.bos_id == self.eos_id
         frame = b" %d %d" % (self.bos_id, self.eos_id)
@@ -117,18 +108,14 @@ class Tokenizer:
             with _panics_as_errors():
                 return self._vocabulary.encode(texts)
         except Exception as error:
-            raise DataError(f"tokenizer {self.path} fails: {error}; get the file again") from error
+            raise DataError(f"tokenizer {self.path} fails: {error}; use another") from error
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids; BOS and EOS have none.
 
-        This is the encoded text where a vocabulary is lossless, as Llama 3's is. A vocabulary of
-        `train_tokenizer` turns U+2581, sentencepiece's own mark for a space, into a space."""
+        It is the encoded text where a vocabulary is lossless, as Llama 3's is. sentencepiece turns
+        U+2581, its own mark for a space, into a space."""
         return self._vocabulary.decode(ids)
-
-    def count_bytes(self, ids: Iterable[int]) -> int:
-        """Return the UTF-8 bytes of the text of ids. Ids that frame documents have none."""
-        return sum(self._vocabulary.bytes_of(token) for token in ids)
 
 
 @contextmanager
@@ -158,8 +145,6 @@ class Vocabulary:
     """Return the ids of each text, none of them special, computed on one core."""
     decode: Callable[[list[int]], str]
     """Return the text of ids, without BOS and EOS."""
-    bytes_of: Callable[[int], int]
-    """Return how many bytes of UTF-8 an id stands for: 0 for special ones."""
 
 
 def read_vocabulary(content: bytes, folder: Path) -> Vocabulary:
@@ -180,23 +165,10 @@ def read_sentencepiece(content: bytes) -> Vocabulary:
     try:
         model.load_from_serialized_proto(content)
     except RuntimeError as error:
-        raise ValueError(
-            "is not a whole sentencepiece model, nor a tiktoken file or a tokenizer.json; "
-            "torchtitan-lite tokenizer makes a sentencepiece model"
-        ) from error
-
-    def bytes_of(token: int) -> int:
-        is_special = model.is_control(token) or model.is_unknown(token)
-        return 0 if is_special else _piece_bytes(model.id_to_piece(token))
-
+        problem = "is not a whole sentencepiece model, nor a tiktoken file or a tokenizer.json"
+        raise ValueError(problem) from error
     encode = partial(model.encode, num_threads=1)
-    ids = model.bos_id(), model.eos_id()
-    return Vocabulary(model.vocab_size(), *ids, encode, model.decode, bytes_of)
-
-
-def _piece_bytes(piece: str) -> int:
-    """Return the bytes of a sentencepiece piece: a byte is <0x0A>, a space U+2581."""
-    return 1 if BYTE_PIECE.fullmatch(piece) else len(piece.replace("\u2581", " ").encode())
+    return Vocabulary(model.vocab_size(), model.bos_id(), model.eos_id(), encode, model.decode)
 
 
 def read_tiktoken(content: bytes) -> Vocabulary:
@@ -219,9 +191,6 @@ def read_tiktoken(content: bytes) -> Vocabulary:
         eos_id=bos_id + 1,
         encode=lambda texts: [encode(text) for text in texts],
         decode=lambda ids: encoding.decode([token for token in ids if token < bos_id]),
-        bytes_of=lambda token: (
-            len(encoding.decode_single_token_bytes(token)) if token < bos_id else 0
-        ),
     )
 
 
@@ -236,11 +205,10 @@ def _read_ranks(content: bytes) -> dict[bytes, int]:
             token = b""
         if token in ranks or line != base64.b64encode(token) + b" %d" % rank:
             problem = f"line {rank + 1} is not a new token in base64, a space and the rank {rank}"
-            raise ValueError(f"is not a whole tiktoken file: {problem}; get the file again")
+            raise ValueError(f"is not a whole tiktoken file: {problem}")
         ranks[token] = rank
     if missing := 256 - sum(bytes([byte]) in ranks for byte in range(256)):
-        problem = f"{missing} of the 256 bytes are no token"
-        raise ValueError(f"is not a whole tiktoken file: {problem}; get the file again")
+        raise ValueError(f"is not a whole tiktoken file: {missing} of the 256 bytes are no token")
     return ranks
 
 
@@ -266,12 +234,12 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
     and </s>."""
     import tokenizers  # of the [llama] extra
 
-    # The package reads this at every batch; it would start a thread per core in each process.
+    # The package reads this at every batch; it would use all cores for each.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
-        raise ValueError(f"is not a whole tokenizer.json: {error}; get the file again") from error
+        raise ValueError(f"is not a whole tokenizer.json: {error}") from error
     tokenizer.encode_special_tokens = True  # a special token within a text is text
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -290,29 +258,17 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
         bos_id = special_id(named.get("bos_token"), ["<|begin_of_text|>", "<s>"])
         eos_id = special_id(named.get("eos_token"), ["<|end_of_text|>", "</s>"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"has a broken {config.name} beside it: {error}; fix or remove that"
-        ) from error
+        raise ValueError(f"has a broken {config.name} beside it: {error}") from error
 
     # Some files do not mark these as special, and would then find them in a text.
     special = [tokenizer.id_to_token(i) for i in (bos_id, eos_id) if i >= 0]
     tokenizer.add_special_tokens(special)
 
     def encode(texts: list[str]) -> list[list[int]]:
-        if growth > 1:
-            check_normalized(texts, tokenizer.normalizer, growth=growth)
+        if (size := growth * sum(map(len, texts))) > MAX_NORMALIZED:
+            raise ValueError(f"its rules can make {size:,} characters of a text")
         encodings: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    # In byte-level BPE each character of a token stands for one byte.
-    added = tokenizer.get_added_tokens_decoder()
-    in_bytes = "ByteLevel" in json.dumps(json.loads(content).get("decoder"))
-
-    def bytes_of(token: int) -> int:
-        if token in added:
-            return 0 if added[token].special else len(added[token].content.encode())
-        piece = tokenizer.id_to_token(token) or ""
-        return len(piece) if in_bytes else _piece_bytes(piece)
-
     size = max(tokenizer.get_vocab().values(), default=-1) + 1
-    return Vocabulary(size, bos_id, eos_id, encode, tokenizer.decode, bytes_of)
+    return Vocabulary(size, bos_id, eos_id, encode, tokenizer.decode)

@@ -15,14 +15,11 @@ def train_tokenizer(
 ) -> None:
     """Write a sentencepiece BPE model of `vocab_size` ids: UNK 0, BOS 1, EOS 2, 256 bytes, pieces.
 
-    It is lossless: whitespace is kept, and characters outside the vocabulary (newlines and tabs
-    too) are spelled in bytes. The same documents make the same file; all of them are held in
-    memory. Raises DataError for an output that cannot be written, or exists without `overwrite`,
-    and for a vocabulary that the text cannot fill or fit in."""
+    It is lossless. The same documents make the same file; all are held in memory. Raises DataError
+    for an output that cannot be written, or exists without `overwrite`, and for a vocabulary that
+    the text cannot fill or fit in."""
     if output.exists() and not overwrite:
-        raise DataError(
-            f"--output = {output} exists; choose another name, or overwrite it with --force"
-        )
+        raise DataError(f"--output = {output} exists; name another, or overwrite it with --force")
     if not output.absolute().parent.is_dir():
         raise DataError(f"--output = {output} cannot be written: {output.parent} is no folder")
     # A list: sentencepiece would turn an error that the documents raise into its own RuntimeError.

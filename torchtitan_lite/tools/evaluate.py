@@ -67,7 +67,7 @@ def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, 
     for ids, labels in batches:
         batch = ids.to(device), labels.to(device)
         loss += microbatches.evaluate([batch], scale=1 / tokens).item()
-        n_bytes += tokenizer.count_bytes(labels[labels != IGNORED].tolist())
+        n_bytes += len(tokenizer.decode(labels[labels != IGNORED].tolist()).encode())
     if not math.isfinite(loss):
         raise DataError(f"the loss is {loss}: the weights or the text have values that overflow")
     return {
