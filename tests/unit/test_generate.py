@@ -16,12 +16,12 @@ from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, Tokenizer, build_tokenizer
 from torchtitan_lite.models import generate
-from torchtitan_lite.models.generate import Sampling, continue_prompt, encode_prompt
+from torchtitan_lite.models.generate import Sampling, continue_prompts, encode_prompt
 from torchtitan_lite.models.llama3 import Transformer, rope_table
 from torchtitan_lite.tools.generate import load_model
 
 TOKENIZER = build_tokenizer("")
-PROMPTS = ["def main(argv):", "import", "", "class Parser:\n    def parse(self, text):"]
+PROMPTS = ["def main(argv):", "import", "return", "", "class Parser:\n    def parse(self, text):"]
 
 
 def save_hf(args: ModelArgs, folder: Path) -> transformers.LlamaForCausalLM:
@@ -49,31 +49,30 @@ def loaded(folder):
     return load(folder)
 
 
-# ----- continue_prompt, generate_tokens -----
+# ----- continue_prompts, generate_tokens -----
 
 
 @EACH_FAMILY
 def test_greedy_decoding_is_transformers(args, tmp_path):
     llama, (model, tokenizer) = save_hf(args, tmp_path), load(tmp_path)
-    texts = set()
-    for prompt in PROMPTS:
+    samples = continue_prompts(model, tokenizer, PROMPTS, Sampling(12))
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
         ids = torch.tensor([encode_prompt(prompt, tokenizer, context=48)])
         options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
         made = llama.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
-        sample = continue_prompt(model, tokenizer, prompt, Sampling(12))
         size = ids.shape[1] + sample.tokens
         assert made[size:] == [tokenizer.eos_id] * (sample.ended_by == "eos")
         before = tokenizer.decode(ids[0].tolist())
         assert before + sample.text == tokenizer.decode(made[:size])
-        texts.add(sample.text)
-    assert len(texts) == len(PROMPTS)
+    assert len({sample.text for sample in samples}) == len(PROMPTS)
 
 
 def test_the_cache_changes_nothing(folder):
     model, _ = load(folder)
     start = encode_prompt("for key in", TOKENIZER, context=48)
     options = {"vocab_size": TOKENIZER.vocab_size, "sampling": Sampling()}
-    tokens = list(generate.generate_tokens(model, start, count=20, **options))
+    rows = generate.generate_tokens(model, [start], count=20, **options)
+    tokens = [token for (token,) in rows]
     plain, _ = load(folder)
     plain.rope_cos, plain.rope_sin = rope_table(plain.args)
     logits = plain(torch.tensor([[*start, *tokens]]))[0]
@@ -83,32 +82,44 @@ def test_the_cache_changes_nothing(folder):
 def test_ids_that_the_tokenizer_lacks_are_not_generated(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     build_hf(replace(FAMILIES["Llama 3.1"], vocab_size=20_000)).save_pretrained(tmp_path)
-    sample = continue_prompt(*load(tmp_path), "", Sampling(20, temperature=100.0))
+    (sample,) = continue_prompts(*load(tmp_path), [""], Sampling(20, temperature=100.0))
     assert sample.tokens == 20
 
 
 def test_a_seed_gives_the_same_text_again(loaded):
     def text(seed):
-        return continue_prompt(*loaded, "x", Sampling(20, temperature=1.0, seed=seed)).text
+        (sample,) = continue_prompts(*loaded, ["x"], Sampling(20, temperature=1.0, seed=seed))
+        return sample.text
 
     assert text(1) == text(1) != text(2)
 
 
 def test_a_text_ends_with_its_document(loaded, monkeypatch):
     ids = [*TOKENIZER.encode("a 語 b"), TOKENIZER.eos_id, *TOKENIZER.encode("c")]
-    monkeypatch.setattr(generate, "generate_tokens", lambda *_, **__: iter(ids))
-    sample = continue_prompt(*loaded, "x", Sampling(40))
+    monkeypatch.setattr(generate, "generate_tokens", lambda *_, **__: ([each] for each in ids))
+    parts = []
+    (sample,) = continue_prompts(*loaded, ["x"], Sampling(40), write=parts.append)
     assert (sample.text, sample.tokens, sample.ended_by) == ("a 語 b", len(ids) - 2, "eos")
+    assert "".join(parts) == sample.text and len(parts) > 2
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+
+
+def test_a_batch_goes_on_until_all_its_texts_have_ended(loaded, monkeypatch):
+    one, other = TOKENIZER.encode("a b")[:2], TOKENIZER.eos_id
+    rows = [[one[0], other], [one[1], one[0]], [other, one[0]], [one[0], one[0]]]
+    monkeypatch.setattr(generate, "generate_tokens", lambda *_, **__: iter(rows))
+    samples = continue_prompts(*loaded, ["x", "x"], Sampling(40))
+    assert [(each.tokens, each.ended_by) for each in samples] == [(2, "eos"), (0, "eos")]
 
 
 def test_a_text_ends_where_the_context_does(loaded, monkeypatch):
     monkeypatch.setattr(loaded[1], "eos_id", -1)
     room = 48 - 1 - len(TOKENIZER.encode("a"))
     for count, ended_by in ((99, "context"), (room, "length")):
-        sample = continue_prompt(*loaded, "a", Sampling(count))
+        (sample,) = continue_prompts(*loaded, ["a"], Sampling(count))
         assert (sample.tokens, sample.ended_by) == (room, ended_by)
     with pytest.raises(ConfigError, match=r"prompt 'abc.*' has \d+ tokens, and .* context 48; sho"):
-        continue_prompt(*loaded, "abc " * 60, Sampling())
+        continue_prompts(*loaded, ["abc " * 60], Sampling())
 
 
 def test_a_context_of_any_length_takes_memory_for_the_text_alone(loaded, folder, tmp_path):
@@ -117,7 +128,7 @@ def test_a_context_of_any_length_takes_memory_for_the_text_alone(loaded, folder,
     longest = json.dumps(config | {"max_position_embeddings": 2**31 - 1})
     (tmp_path / "long/config.json").write_text(longest)
     texts = [
-        continue_prompt(*each, "def", Sampling(5)) for each in (loaded, load(tmp_path / "long"))
+        continue_prompts(*each, ["def"], Sampling(5)) for each in (loaded, load(tmp_path / "long"))
     ]
     assert texts[0] == texts[1]
 
@@ -168,9 +179,10 @@ def test_the_command_prints_each_prompt_with_its_text(folder, capsys):
     run_command([*words, "--json"])
     samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(each["prompt"], each["tokens"]) for each in samples] == [("def", 5), ("import", 5)]
-    run_command(words)
     texts = [f"{each['prompt']}{each['text']}\n" for each in samples]
-    assert capsys.readouterr().out == "".join(texts)
+    for prompts, expected in ((["def", "import"], "".join(texts)), (["import"], texts[1])):
+        run_command(["generate", str(folder), *prompts, "--max-new-tokens", "5"])
+        assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 Weights are read in high precision and computed in bfloat16 or float32, never in float8.
 
-Shapes: S tokens of a call, T tokens so far, H heads, K key-value heads, Q head_dim, D dim,
-V vocab_size.
+Shapes: B prompts of the same length, S tokens of a call, T tokens so far, H heads, K key-value
+heads, Q head_dim, D dim, V vocab_size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -89,10 +89,10 @@ class KVCache:
         self._v: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        """Attend with `q` [1, H, S, Q] to `k` and `v` [1, K, S, Q] and to those of earlier calls. S
+        """Attend with `q` [B, H, S, Q] to `k` and `v` [B, K, S, Q] and to those of earlier calls. S
         is 1 in all calls but the first."""
         if self._k is not None and self._v is not None:
-            k, v = torch.cat([self._k, k], dim=2), torch.cat([self._v, v], dim=2)  # [1, K, T, Q]
+            k, v = torch.cat([self._k, k], dim=2), torch.cat([self._v, v], dim=2)  # [B, K, T, Q]
         self._k, self._v = k, v
         causal = q.shape[2] > 1
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
@@ -121,51 +121,100 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, *, context: int) -> list[in
     return ids
 
 
-def continue_prompt(
-    model: Transformer, tokenizer: Tokenizer, prompt: str, sampling: Sampling
-) -> Sample:
-    """Generate a text that follows a prompt, up to the end of a document or of the context, or to
-    `max_new_tokens`. `model` is from `build_empty_model`, and gets a cache."""
+def continue_prompts(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    write: Callable[[str], object] | None = None,
+) -> list[Sample]:
+    """Generate a text that follows each prompt, up to the end of a document or of the context, or
+    to `max_new_tokens`. Prompts with equally many tokens are one batch. `write` gets the text of
+    the first prompt in parts, as it comes. `model` is from `build_empty_model`, and gets a cache.
+    """
     context = model.args.max_seq_len
-    ids = encode_prompt(prompt, tokenizer, context=context)
-    count = min(sampling.max_new_tokens, context - len(ids))
-    made: list[int] = []
-    ended_by: End = "length" if count == sampling.max_new_tokens else "context"
-    new_tokens = generate_tokens(
-        model, ids, count=count, vocab_size=tokenizer.vocab_size, sampling=sampling
-    )
-    for token in new_tokens:
-        if token == tokenizer.eos_id:
-            ended_by = "eos"
-            break
-        made.append(token)
+    texts = [_Text(encode_prompt(each, tokenizer, context=context), tokenizer) for each in prompts]
+    for length in dict.fromkeys(len(text.prompt_ids) for text in texts):
+        batch = [text for text in texts if len(text.prompt_ids) == length]
+        count = min(sampling.max_new_tokens, context - length)
+        ids = [text.prompt_ids for text in batch]
+        size = tokenizer.vocab_size
+        for row in generate_tokens(model, ids, count=count, vocab_size=size, sampling=sampling):
+            for text, token in zip(batch, row, strict=True):
+                text.add(token)
+            if write and texts[0] is batch[0]:
+                write(texts[0].new_part())
+            if all(text.at_eos for text in batch):
+                break
+    return [
+        Sample(prompt, text.decode(), len(text.ids), text.ended_by(sampling.max_new_tokens))
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
 
-    # Some tokenizers drop a space at the start of a text.
-    text = tokenizer.decode([*ids, *made])[len(tokenizer.decode(ids)) :]
-    return Sample(prompt, text, len(made), ended_by)
+
+class _Text:
+    """The tokens that follow a prompt, as they come."""
+
+    def __init__(self, prompt_ids: list[int], tokenizer: Tokenizer) -> None:
+        self.prompt_ids, self._tokenizer = prompt_ids, tokenizer
+        self.ids: list[int] = []
+        self.at_eos, self._written = False, ""
+
+    def add(self, token: int) -> None:
+        """Take the next token, unless the text has ended."""
+        self.at_eos |= token == self._tokenizer.eos_id
+        if not self.at_eos:
+            self.ids.append(token)
+
+    def decode(self) -> str:
+        """Return the text."""
+        # Some tokenizers drop a space at the start of a text.
+        prompt = self._tokenizer.decode(self.prompt_ids)
+        return self._tokenizer.decode([*self.prompt_ids, *self.ids])[len(prompt) :]
+
+    def new_part(self) -> str:
+        """Return the text since the last call, unless it ends within a character."""
+        text = self.decode()
+        if not self.at_eos and text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        part, self._written = text[len(self._written) :], text
+        return part
+
+    def ended_by(self, max_new_tokens: int) -> End:
+        """Return why the text has no more tokens."""
+        if self.at_eos:
+            return "eos"
+        return "length" if len(self.ids) == max_new_tokens else "context"
 
 
 @torch.inference_mode()
 def generate_tokens(
-    model: Transformer, ids: list[int], *, count: int, vocab_size: int, sampling: Sampling
-) -> Iterator[int]:
-    """Yield `count` tokens that follow `ids`, each below `vocab_size`."""
+    model: Transformer,
+    ids: Sequence[list[int]],
+    *,
+    count: int,
+    vocab_size: int,
+    sampling: Sampling,
+) -> Iterator[list[int]]:
+    """Yield the next token of each row of `ids` [B, S], below `vocab_size`, `count` times."""
     device = model.tok_embeddings.weight.device
-    tables = rope_table(replace(model.args, max_seq_len=len(ids) + count))
+    tokens, end = torch.tensor(ids, device=device), 0  # [B, S]
+    tables = rope_table(replace(model.args, max_seq_len=tokens.shape[1] + count))
     cos, sin = (table.to(device) for table in tables)
     for module in model.modules():
         if isinstance(module, Attention):
             module.attend = KVCache()
 
     generator = torch.Generator().manual_seed(sampling.seed)
-    tokens, end = torch.tensor([ids], device=device), 0  # [1, S]
     for _ in range(count):
         start, end = end, end + tokens.shape[1]
         model.rope_cos, model.rope_sin = cos[start:end], sin[start:end]
         with sdpa_kernel(ATTENTION):
-            logits = model(tokens, last_logits)  # [1, V]
-        tokens = sampling.choose(logits[:, :vocab_size], generator).unsqueeze(1)
-        yield int(tokens)
+            logits = model(tokens, last_logits)  # [B, V]
+        chosen = sampling.choose(logits[:, :vocab_size], generator)
+        yield chosen.tolist()
+        tokens = chosen.unsqueeze(1)
 
 
 def last_logits(x: Tensor, weight: Tensor) -> Tensor:

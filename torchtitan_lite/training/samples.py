@@ -18,7 +18,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.models.generate import (
     Sampling,
     build_empty_model,
-    continue_prompt,
+    continue_prompts,
     encode_prompt,
 )
 from torchtitan_lite.models.llama3 import Transformer
@@ -91,10 +91,8 @@ class Samples:
         assert model is not None, "rank 0 has allocated it"
         sampling = Sampling(self._validation.max_new_tokens)
         try:
-            samples = [
-                continue_prompt(model, self._tokenizer, prompt, sampling)
-                for prompt in self._validation.prompts
-            ]
+            prompts = self._validation.prompts
+            samples = continue_prompts(model, self._tokenizer, prompts, sampling)
         except (NumericError, torch.OutOfMemoryError) as error:
             logger.warning(f"no samples: {error}")
             return []
