@@ -53,7 +53,6 @@ def add_manifest(path: Path, tensors: dict[str, Tensor], step: int, **fields: An
     """Write the manifest of a saved folder."""
     files = (file for file in sorted(path.iterdir()) if file.name != MANIFEST)
     values: dict[str, Any] = {
-        "save_id": "0" * 32,
         "progress": TrainingProgress(step, 8 * step, 512 * step, data={"seed": 0}),
         "world_size": 2,
         "mesh": {"dp_shard": 2, "tp": 1},

@@ -91,7 +91,7 @@ def names(folder):
 def make_draft(folder, step):
     """The complete draft of a step, of other bytes than the checkpoint's if there is one."""
     draft = folders.draft_folder(folder, step)
-    write_checkpoint(folder.parent / "elsewhere", step, save_id="1" * 32).rename(draft)
+    write_checkpoint(folder.parent / "elsewhere", step, world_size=3).rename(draft)
     return draft
 
 

@@ -74,4 +74,4 @@ def test_save_requested_removes_the_request_and_is_true_where_checkpoints_are_on
     (tmp_path / "SAVE").touch()
     assert Checkpointer.save_requested(saver, tmp_path) is enabled
     assert not (tmp_path / "SAVE").exists()
-    assert ("SAVE: not saved: [checkpoint] enable = false" in notices.text) is not enabled
+    assert ("SAVE asks for a save: [checkpoint] enable = false" in notices.text) is not enabled

@@ -1,14 +1,12 @@
 """Save and resume with torch.distributed.checkpoint (DCP).
 
-A save writes into a draft folder: the tensors and DCP's table of them, each rank's random state,
-and then the manifest, with the size and hash of each file. Then the draft is renamed to its step.
-With async_mode all of this happens on a thread, in a process group of its own, from a copy in CPU
-memory.
+A save writes into a draft folder: the tensors and DCP's table, each rank's random state, and then
+the manifest, with the size and hash of each file. Then the draft is renamed to its step. With
+async_mode this happens on a thread, in a process group of its own, from a copy in CPU memory.
 """
 
 import json
 import shutil
-import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -69,11 +67,11 @@ class Checkpointer:
         manifest: CheckpointManifest,
         stages: dist.ProcessGroup | None,
     ) -> None:
-        """`manifest` has what is the same in all saves of the run. `stages` is the group of ranks
-        that have the stages of the model; None: all ranks."""
+        """`manifest` has what is the same in all saves. `stages` is the group of ranks that share
+        the model; None: all ranks."""
         self._model, self._optimizer, self._settings = model, optimizer, settings
-        self.folder, self._device, self._manifest = folder, device, manifest
-        self._stages = stages
+        self._device, self._manifest, self._stages = device, manifest, stages
+        self.folder = folder
         self.saves = settings.enable and not settings.load_only
         """Whether the run saves checkpoints."""
         self.last_saved: Path | None = None
@@ -103,15 +101,13 @@ class Checkpointer:
         """Load a checkpoint into model, optimizer and random generators. If it is in the run's own
         folder, set later ones aside. Raises CheckpointError if it is of another model."""
         path, manifest = resume.path, resume.manifest
-        saved = manifest.tensors
+        saved, state = manifest.tensors, states.model_state(self._model)
         if resume.new_moments:
-            state = states.model_state(self._model)
             saved = {name: each for name, each in saved.items() if name.startswith("model.")}
         else:
             state = states.training_state(self._model, self._optimizer)
         if not manifest.has_weights_only:  # they may have another data type, export_dtype
-            wanted = states.stage_entries(state, stages=self._stages)
-            check_tensors(saved, wanted, path=path)
+            check_tensors(saved, states.stage_entries(state, stages=self._stages), path=path)
         self._read(path, state)
 
         # With more ranks than the saved run had, some ranks share a random state.
@@ -127,9 +123,9 @@ class Checkpointer:
         logger.info(f"resumed from {path}{without}")
 
     def load_weights(self, path: Path, args: ModelArgs) -> None:
-        """Load the weights in a folder of any of the KINDS, of any data type, into the model, which
-        has the dimensions `args`. Raises CheckpointError if the weights are broken, of another
-        model or not finite."""
+        """Load the weights in a folder of any kind, of any data type, into the model, which has the
+        dimensions `args`. Raises CheckpointError if they are broken, of another model or not
+        finite."""
         state = states.model_state(self._model)
         kind = on_rank0(lambda: folders.find_kind(path))
         if self._settings.initial_load_in_hf and kind != "Hugging Face":
@@ -138,9 +134,8 @@ class Checkpointer:
                 "name the folder of a Hugging Face model (config.json and .safetensors files)."
             )
         if kind == "torchtitan":
-            load_torchtitan(
-                path, state, tied=args.tie_embeddings, stages=self._stages, group=self.group
-            )
+            tied = args.tie_embeddings
+            load_torchtitan(path, state, tied=tied, stages=self._stages, group=self.group)
         elif kind == "Hugging Face":
             load_hf(path, state, args, group=self.group)
         else:
@@ -171,11 +166,9 @@ class Checkpointer:
         if not request.is_file():
             return False
         request.unlink(missing_ok=True)
-        if not self.saves:
-            logger.warning(f"{request}: not saved: [checkpoint] enable = false or load_only = true")
-            return False
-        logger.info(f"{request} asks for a save")
-        return True
+        why = "" if self.saves else ": [checkpoint] enable = false or load_only = true"
+        logger.info(f"{request} asks for a save{why}")
+        return self.saves
 
     def save(self, progress: TrainingProgress, random_state: dict[str, Any], *, last: bool) -> None:
         """Save the state after a step. With async_mode, wait for the previous save and start this
@@ -184,8 +177,7 @@ class Checkpointer:
         A failed save raises StorageError or, with on_failure = "warn", is logged and kept in
         `last_failure`. Raises NumericError, and saves nothing, if the state is not finite."""
         self.wait()
-        weights_only = last and self._settings.last_save_model_only
-        if weights_only:
+        if weights_only := last and self._settings.last_save_model_only:
             state = self._exported_weights()
         else:
             state = states.training_state(self._model, self._optimizer)
@@ -213,8 +205,8 @@ class Checkpointer:
             self._finish(saving.result)
 
     def failure(self) -> RunError | None:
-        """Return the error of a save that has ended in the background on this rank, if it must stop
-        the run. Not collective, does not wait."""
+        """Return the error of a save that has ended in the background on this rank, if it stops the
+        run. Not collective, does not wait."""
         if self._saving is not None and self._saving.done():
             try:
                 self.wait()
@@ -235,8 +227,7 @@ class Checkpointer:
     def _write(
         self, state: dict[str, Tensor], manifest: CheckpointManifest, random_state: dict[str, Any]
     ) -> Path:
-        """Write a checkpoint and return its path. Raises NumericError, or StorageError after
-        deleting what was written."""
+        """Write a checkpoint and return its path. What a failed save has written is deleted."""
         group, step = self.group, manifest.progress.step
         on_all_ranks(lambda: states.check_finite(state, step=step), group=group)
         draft = on_rank0(lambda: folders.start_draft(self.folder, step), group=group)
@@ -245,12 +236,9 @@ class Checkpointer:
             # A copy is on the CPU already; copying ahead would wait for the training's stream.
             write_tensors(state, draft, group=group, copy_ahead=self._thread is None)
             hashed = on_all_ranks(lambda: self._hash_files(draft, random_state), group=group)
-            manifest = replace(
-                manifest,
-                save_id=uuid.uuid4().hex,
-                files={name: entry for of_rank in hashed for name, entry in of_rank.items()},
-            )
-            on_rank0(lambda: self._commit(draft, target, manifest), group=group)
+            files = {name: entry for of_rank in hashed for name, entry in of_rank.items()}
+            complete = replace(manifest, files=files)
+            on_rank0(lambda: self._commit(draft, target, complete), group=group)
         except RunError:
             if dist.get_rank() == 0:
                 with suppress(StorageError):
@@ -260,7 +248,7 @@ class Checkpointer:
         return target
 
     def _hash_files(self, draft: Path, random_state: dict[str, Any]) -> dict[str, FileEntry]:
-        """Write this rank's random state, and return size and hash of all files of this rank."""
+        """Write this rank's random state, and return size and hash of this rank's files."""
         rank = dist.get_rank()
         with folders.storage_errors(draft):
             random_file = draft / RANDOM_FILE.format(rank)
@@ -282,7 +270,7 @@ class Checkpointer:
         folders.commit(draft, target)
         try:
             folders.prune(self.folder, self._settings.keep_latest_k)
-        except StorageError as error:
+        except RunError as error:
             logger.warning(f"{error} The new checkpoint is complete.")
 
 

@@ -1,12 +1,11 @@
-"""The manifest of a checkpoint: what it contains, and the size and SHA-256 of each of its files.
+"""The manifest of a checkpoint: its contents, and the size and SHA-256 of each file.
 
-The manifest is written last: a folder without one is not a checkpoint. Does not import torch.
+It is written last: a folder without one is not a checkpoint. Does not import torch.
 """
 
 import hashlib
 import platform
 import re
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -118,8 +117,6 @@ class CheckpointManifest:
 
     __pydantic_config__ = STRICT
 
-    save_id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Unique to one save, the same on all ranks."""
     progress: TrainingProgress = NEW_RUN
     world_size: Size
     mesh: dict[str, Size] = field(default_factory=dict)
@@ -131,12 +128,12 @@ class CheckpointManifest:
     config: Annotated[str, AfterValidator(_check_tables)]
     """The resolved config as TOML."""
     files: dict[FileName, FileEntry] = field(default_factory=dict)
-    """All files of the checkpoint except the manifest."""
+    """All files but the manifest."""
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
     @property
     def has_weights_only(self) -> bool:
-        """Whether it has no optimizer state, so that no run can resume from it."""
+        """Whether it has no optimizer state."""
         return not any(name.startswith("optimizer.") for name in self.tensors)
 
 
@@ -144,22 +141,22 @@ _SCHEMA = TypeAdapter(CheckpointManifest)
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """Write a manifest into the folder of its checkpoint. Raises OSError if that fails."""
+    """Write a manifest into the folder of its checkpoint. Raises OSError."""
     write_hashed_json(folder / MANIFEST, {"format": FORMAT, **asdict(manifest)})
 
 
 def read_manifest(folder: Path) -> CheckpointManifest:
-    """Return the manifest of the checkpoint in `folder`.
-
-    Raises BrokenCheckpoint for one that is missing, damaged, of another format, or of another step
-    than the folder's name says; StorageError if the disk fails."""
+    """Return the manifest of the checkpoint in `folder`. Raises BrokenCheckpoint if it is missing,
+    damaged, of another format or of another step than the folder; StorageError if the disk fails.
+    """
     path = folder / MANIFEST
     try:
         fields = read_json_object(path)
         if fields.get("format") != FORMAT:
             raise ValueError(f"its format is {fields.get('format')}, this version reads {FORMAT}")
-        # Earlier versions have written a hash of the config too.
-        manifest = validate_hashed_json(fields, _SCHEMA, drop={"format", "config_sha256"})
+        # Earlier versions have written a hash of the config and an id too.
+        old = {"config_sha256", "save_id"}
+        manifest = validate_hashed_json(fields, _SCHEMA, drop={"format", *old})
     except ABSENT as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
     except OSError as error:
@@ -185,11 +182,9 @@ def hash_file(path: Path) -> FileEntry:
 def broken_files(
     folder: Path, files: Mapping[str, FileEntry], *, hashes: bool, share: tuple[int, int] = (0, 1)
 ) -> list[str]:
-    """Return the problems of the `files` of the checkpoint in `folder`, one line each.
-
-    The sizes of all files are compared, and the contents of the small ones, or with `hashes` of
-    all. With a `share` (rank, world_size), each rank reads the contents of different files. Raises
-    StorageError if the disk fails."""
+    """Return the problems of the `files` of a checkpoint, one line each: of the sizes of all, and
+    the contents of the small ones, or with `hashes` of all. With a `share` (rank, world_size), each
+    rank reads the contents of different files. Raises StorageError if the disk fails."""
     rank, world_size = share
     problems = []
     # Largest first, so that the shares of the callers are about equal.

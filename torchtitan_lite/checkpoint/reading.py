@@ -1,13 +1,12 @@
 """Read the tensors of a checkpoint without running code from its files.
 
 torch.distributed.checkpoint (DCP) unpickles its table of tensors, `.metadata`, and each entry that
-is not a tensor, and a pickle can run any code. Here the table's unpickler finds only the names in
-NAMES. Entries that are not tensors are rejected unread, and torch loads the tensors with
-`weights_only=True`.
+is not a tensor, and a pickle can run any code. Here the table's unpickler finds only NAMES. Entries
+that are not tensors are rejected unread, and torch loads the tensors with `weights_only=True`.
 
-To find damage, the table is first compared with its hash. To bound memory, the tensors and their
-places are compared with the sizes of the files. The time to read a malicious table is not bounded,
-nor are time and memory to read a malicious file of tensors.
+The table is first compared with its hash, and then the tensors and their places with the sizes of
+the files, to bound memory. Not bounded are the time to read a malicious table, and time and memory
+to read a malicious file of tensors.
 """
 
 import hashlib
@@ -75,23 +74,18 @@ def _size(lengths: tuple[Any, ...]) -> torch.Size:
     return torch.Size(lengths)
 
 
-FILLED = (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-    _StorageInfo,
-)
-MEMORY_FORMAT = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
 DTYPES = {name: each for name, each in vars(torch).items() if isinstance(each, torch.dtype)}
+DCP = "torch.distributed.checkpoint"
 NAMES: dict[str, Any] = {
-    **{f"{each.__module__}.{each.__name__}": type("", (_Filled, each), {}) for each in FILLED},
+    **{
+        f"{each.__module__}.{each.__name__}": type("", (_Filled, each), {})
+        for each in (Metadata, MetadataIndex, StorageMeta, BytesStorageMetadata)
+        + (ChunkStorageMetadata, TensorStorageMetadata, _StorageInfo)
+    },
     **{f"torch.{name}": dtype for name, dtype in DTYPES.items()},
-    "torch.distributed.checkpoint.metadata.TensorProperties": TensorProperties,
+    f"{DCP}.metadata.TensorProperties": TensorProperties,
+    f"{DCP}.metadata._MEM_FORMAT_ENCODING": lambda number: _MEM_FORMAT_ENCODING(number),
     "torch.Size": _size,
-    MEMORY_FORMAT: lambda number: _MEM_FORMAT_ENCODING(number),
     # Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr.
     "builtins.getattr": lambda _, name: _MEM_FORMAT_ENCODING[name],
     # Nothing reads a tensor's layout, or the path at which the table was saved.
@@ -128,10 +122,10 @@ def read_table(
     written: FileEntry | None = None,
     rename: Callable[[str], str | None] = lambda name: name,
 ) -> Metadata:
-    """Return DCP's table of tensors in `folder`. `sizes` are the sizes of its files in bytes.
+    """Return DCP's table of tensors in `folder`, whose files have these `sizes` in bytes.
 
-    If size and hash of the table as it was `written` are known, it must match them. `rename` maps
-    the name of each entry to a new name, or to None to skip it unread. Raises BrokenCheckpoint."""
+    `written`: what the table must be, if that is known. `rename` maps the name of each entry to a
+    new name, or to None to skip it unread. Raises BrokenCheckpoint."""
     try:
         content = read_regular(folder / METADATA, max_bytes=MAX_TABLE_BYTES)
         if written and written != FileEntry(len(content), hashlib.sha256(content).hexdigest()):
@@ -173,8 +167,7 @@ def read_table(
 
 
 def _check_place(index: MetadataIndex, place: _StorageInfo, sizes: Mapping[str, int]) -> None:
-    """Raise BrokenCheckpoint unless a part of a tensor is within one of the files of these `sizes`,
-    without DCP's transforms."""
+    """Raise BrokenCheckpoint unless a part of a tensor is in a file, without DCP's transforms."""
     name, offset, length = place.relative_path, place.offset, place.length
     if name not in sizes:
         raise BrokenCheckpoint(f"reads {name}, which is not one of its files")
@@ -223,12 +216,10 @@ class TableReader(FileSystemReader):
 
 
 class SafeReader(TableReader):
-    """Reader of the checkpoint in a folder.
-
-    The constructor raises BrokenCheckpoint unless the manifest and DCP's table are readable and
-    agree. It does not check the other files; `broken_files` does."""
+    """Reader of the checkpoint in a folder."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises BrokenCheckpoint unless the manifest and DCP's table are readable and agree."""
         self.manifest = read_manifest(folder)
         files = self.manifest.files
         sizes = {name: entry.size for name, entry in files.items()}
@@ -239,8 +230,7 @@ class SafeReader(TableReader):
             raise BrokenCheckpoint(f"{METADATA}: {name} is not as in the manifest")
 
     def read_whole(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return the named tensors (default: all), unsharded and on the CPU. Raises
-        BrokenCheckpoint if one is missing or cannot be read."""
+        """Return the named tensors (default: all), unsharded. Raises BrokenCheckpoint."""
         tensors = {}
         for name in self.manifest.tensors if names is None else names:
             if name not in self.manifest.tensors:
@@ -252,8 +242,7 @@ class SafeReader(TableReader):
 
 
 def open_on_all_ranks(open_reader: Callable[[], R]) -> R:
-    """Call `open_reader` on each rank, and return this rank's result. Collective. A RunError on one
-    rank is raised on all."""
+    """Return the result of `open_reader` on this rank. A RunError on one is raised on all."""
     readers: list[R] = []  # not gathered, which would be slow for large tables
     on_all_ranks(lambda: readers.append(open_reader()))
     return readers[0]
@@ -282,8 +271,7 @@ def open_checkpoint(path: Path, *, hashes: bool) -> SafeReader:
 
 
 def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
-    """Return the problems of the checkpoint at `path`, one line each. Check its files first and, if
-    they have no problem, its table of tensors."""
+    """Return the problems of the files of a checkpoint or, without any, of its table."""
     if problems := find_problems(path, hashes=hashes):
         return problems
     try:
