@@ -2,10 +2,8 @@
 
 import json
 import math
-import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,10 +121,8 @@ def test_a_value_that_is_not_finite_is_found(bad):
 
 def test_random_generators_continue_where_they_were(tmp_path):
     def draw():
-        pythons, numpys = [random.random(), random.gauss(0, 1)], [np.random.rand()]
-        return [*pythons, *numpys, np.random.randn(), torch.rand(1).item()]
+        return torch.rand(3).tolist()
 
-    draw()  # an odd number of Gaussian values, so that the other of each pair is kept
     path = tmp_path / "rank-00000.json"
     path.write_text(json.dumps(random_state(CPU)))
     drawn = draw()
@@ -135,10 +131,7 @@ def test_random_generators_continue_where_they_were(tmp_path):
     assert draw() == drawn
 
 
-NUMBERS = '{"python": [3, [1], null], "numpy": {"state": {"key": [1]}}, "torch": "AAAA"}'
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", NUMBERS])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"torch": 3}', '{"torch": "AAAA"}'])
 def test_a_random_state_of_another_kind_is_broken(text, tmp_path):
     path = tmp_path / "rank-00000.json"
     path.write_text(text)

@@ -7,8 +7,8 @@
   superseded-step-00000100-<ns>      a checkpoint past the step that a run resumed from
 
 Anything else is never touched. A step's folder may not be a link, and one with a file that no save
-writes is neither deleted nor renamed. A process killed at any moment leaves all earlier
-checkpoints, with or without the new one. Does not import torch.
+writes is neither deleted nor renamed. A kill at any moment leaves all earlier checkpoints, with or
+without the new one. Does not import torch.
 """
 
 import re
@@ -25,8 +25,6 @@ from torchtitan_lite.base.logger import logger
 from .manifest import MANIFEST, SAVED_FILES, STEP, BrokenCheckpoint, broken_files, read_manifest
 
 DRAFT_PREFIX, HF_SUFFIX = ".tmp-", "-hf"
-MOST_NAMED = 8
-"""Most folders that a message names, the last ones."""
 OURS = re.compile(
     rf"{SAVED_FILES}|{MANIFEST}|\.metadata\.tmp|\.(?:{MANIFEST}|rank-\d{{5}}\.json)\..+"
 )
@@ -49,8 +47,7 @@ def hf_folder(step_dir: Path) -> Path:
 
 
 def steps_with_folder(folder: Path) -> list[int]:
-    """Return the steps that have a folder, ascending, whatever the folder contains. Raises
-    CheckpointError for a link."""
+    """Return the steps that have a folder, ascending. Raises CheckpointError for a link."""
     # Path.glob would take a folder that cannot be read for an empty one.
     paths = folder.iterdir() if folder.is_dir() else []
     steps = {path: int(named[1]) for path in paths if (named := STEP.fullmatch(path.name))}
@@ -68,8 +65,7 @@ def steps_with_manifest(folder: Path) -> list[int]:
 
 
 def find_problems(path: Path, *, hashes: bool) -> list[str]:
-    """Return the problems of the files of the checkpoint at `path`, one line each. With `hashes`,
-    every byte is read."""
+    """Return the problems of a checkpoint's files, one line each; `hashes`: read every byte."""
     try:
         return broken_files(path, read_manifest(path).files, hashes=hashes)
     except BrokenCheckpoint as broken:
@@ -81,7 +77,7 @@ def find_problems(path: Path, *, hashes: bool) -> list[str]:
 
 def start_draft(folder: Path, step: int) -> Path:
     """Create an empty folder for the checkpoint of `step`, after deleting all earlier drafts.
-    Raises StorageError if the disk fails, or if a draft of this step has a foreign file."""
+    Raises StorageError."""
     remove_drafts(folder)
     draft = draft_folder(folder, step)
     with storage_errors(folder):
@@ -91,7 +87,7 @@ def start_draft(folder: Path, step: int) -> Path:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Delete all drafts without foreign files. Raises StorageError if the disk fails."""
+    """Delete all drafts without foreign files. Raises StorageError."""
     with storage_errors(folder):
         for draft in folder.glob(f"{DRAFT_PREFIX}step-*"):
             name = draft.name.removeprefix(DRAFT_PREFIX)
@@ -107,7 +103,7 @@ def commit(draft: Path, target: Path) -> None:
     """Rename a complete draft to its checkpoint, durably.
 
     A checkpoint that exists already is kept instead if every byte of it verifies, and set aside if
-    not. Raises StorageError if the disk fails, or if the folder has a foreign file."""
+    not. Raises StorageError."""
     with storage_errors(target.parent):
         fsync_folder(draft)
         _refuse_foreign(target)
@@ -124,10 +120,8 @@ def commit(draft: Path, target: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Delete all checkpoints older than the newest `keep` whose sizes verify; 0 keeps all.
-
-    Warns about a checkpoint with a foreign file, and keeps it. Raises StorageError if the disk
-    fails."""
+    """Delete all checkpoints older than the newest `keep` whose sizes verify; 0 keeps all. One with
+    a foreign file is kept, with a warning. Raises StorageError."""
     steps = steps_with_manifest(folder)
     sound = [step for step in steps if not find_problems(step_folder(folder, step), hashes=False)]
     oldest_kept = sound[-keep:][0] if keep and sound else 0
@@ -141,9 +135,8 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Rename the checkpoints of later steps, broken ones too, and their Hugging Face models,
-    because a run that resumes from `step` trains these steps again. Raises StorageError if the disk
-    fails, or if one has a foreign file."""
+    """Rename the checkpoints of later steps and their Hugging Face models, because a run that
+    resumes from `step` trains these steps again. Raises StorageError."""
     with storage_errors(folder):
         for path in sorted(folder.iterdir(), reverse=True):
             named = STEP.fullmatch(path.name.removesuffix(HF_SUFFIX))
@@ -194,8 +187,7 @@ def _set_aside(path: Path, reason: str) -> Path:
 
 
 def _delete(draft: Path) -> None:
-    """Delete a draft. The manifest goes first, so that a kill leaves no checkpoint with missing
-    files."""
+    """Delete a draft, the manifest first: a kill leaves no checkpoint with missing files."""
     (draft / MANIFEST).unlink(missing_ok=True)
     for path in draft.iterdir():
         path.unlink()
@@ -206,8 +198,8 @@ def _delete(draft: Path) -> None:
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """Return the checkpoint at `path`, or the checkpoints in it, by step, if it is a run folder or
-    its folder of checkpoints. Raises CheckpointError if there is none."""
+    """Return the checkpoint at `path`, or those in it, by step, if it is a run folder or its folder
+    of checkpoints. Raises CheckpointError if there is none."""
     if path.exists() and (STEP.fullmatch(path.name) or (path / MANIFEST).is_file()):
         return [path]
     if found := _checkpoints_in(path):
@@ -234,7 +226,7 @@ def naming(path: Path, *, fix: str = "") -> Iterator[None]:
         yield
     except BrokenCheckpoint as broken:
         if there := _checkpoints_in(path):
-            named = ", ".join(map(str, there[-MOST_NAMED:]))
+            named = ", ".join(map(str, there[-8:]))
             raise BrokenCheckpoint(
                 f"{path} is no checkpoint, and has {named}: name one"
             ) from broken
@@ -252,7 +244,7 @@ def find_kind(path: Path) -> str:
     else:
         inside = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]
         held = sorted(str(metadata.parent) for metadata in inside) or names
-        reason = f"holds {', '.join(held[-MOST_NAMED:]) or 'nothing'}"
+        reason = f"holds {', '.join(held[-8:]) or 'nothing'}"
 
     # One of this project that has lost its manifest is broken, and not of torchtitan.
     if any(name == MANIFEST or name.startswith("rank-") for name in names):

@@ -76,8 +76,7 @@ def export_hf(
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Create a folder that is renamed to `target`, durably, at the end of the block, and removed if
-    the block raises. Raises ConfigError if `target` or the draft of a killed call is in the way;
-    StorageError if the disk fails."""
+    the block raises. Raises ConfigError if something is in the way; StorageError."""
     target = target.resolve()
     draft = target.parent / f".tmp-{target.name}"
     for path in (target, draft):  # the root of all folders, without a name, is a target
@@ -108,8 +107,7 @@ def write_weights(
     *,
     max_shard_bytes: int,
 ) -> None:
-    """Write the weights of a checkpoint, each in its type of `weights`, into one file, or into
-    several files with an index."""
+    """Write weights, each in its type of `weights`, into one file, or several with an index."""
     names, room, total = hf_names(args, prefix=PREFIX), 0, 0
     shards: list[list[str]] = []
     for name in names:
@@ -156,10 +154,9 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
     Warns if there is none, or none that can be copied."""
     missing = "no tokenizer is exported: "
     path = parse_toml(manifest.config.encode()).get("model", {}).get("tokenizer_path")
-    if not isinstance(path, str):
-        logger.warning(f"{missing}the checkpoint's config names none")
-        return None
     try:
+        if not isinstance(path, str):
+            raise ConfigError("the checkpoint's config names none")
         tokenizer = build_tokenizer(path)
     except (ConfigError, DataError) as error:
         logger.warning(f"{missing}{error}")
@@ -178,10 +175,9 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
         logger.warning(f"{missing}transformers finds no special tokens in a tiktoken file, {path}")
     else:
         (folder / "tokenizer.model").write_bytes(content)
-        model = sentencepiece.SentencePieceProcessor(model_proto=content)
-        ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
-        settings: dict[str, Any] = {key: model.id_to_piece(id_) for key, id_ in ends.items()}
-        write_json(folder / "tokenizer_config.json", settings | FRAME)
+        name_of = sentencepiece.SentencePieceProcessor(model_proto=content).id_to_piece
+        ends = {"bos_token": name_of(tokenizer.bos_id), "eos_token": name_of(tokenizer.eos_id)}
+        write_json(folder / "tokenizer_config.json", ends | FRAME)
     return tokenizer
 
 

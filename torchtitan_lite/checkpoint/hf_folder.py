@@ -1,8 +1,7 @@
 """Read the weights of a Hugging Face model: config.json and safetensors files.
 
-Such a folder has no hashes: names, shapes, data types and sizes are compared with config.json, but
-flipped bits go unnoticed. Weights are mapped into memory one at a time, and nothing in the folder
-can run code.
+Such a folder has no hashes: names, shapes and data types are compared with config.json, but flipped
+bits go unnoticed. Weights are mapped into memory one at a time. Nothing in the folder can run code.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,14 +23,8 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.config import check_model_table, show_settings
 from torchtitan_lite.config.differences import changes
-from torchtitan_lite.models.hf_llama import (
-    EMBEDDING,
-    HEAD,
-    from_hf,
-    hf_config,
-    hf_names,
-    model_args,
-)
+from torchtitan_lite.models import hf_llama
+from torchtitan_lite.models.hf_llama import EMBEDDING, HEAD, from_hf, hf_names, model_args
 from torchtitan_lite.models.init import local_offset, local_part
 from torchtitan_lite.models.llama3 import Transformer
 
@@ -57,10 +50,8 @@ def load_hf(
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Read the weights of a Hugging Face model into the tensors of `state`, sharded or not, of any
-    data type. Each rank reads its own part of each weight.
-
-    Collective. Raises CheckpointError on all ranks if the folder is damaged or of another model
-    than `args`."""
+    data type. Collective. Raises CheckpointError, on all ranks, if the folder is damaged or of
+    another model than `args`."""
 
     def load() -> None:
         reader = HfReader(folder)
@@ -142,9 +133,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def open_weights(folder: Path, *, hashes: bool = False) -> tuple[SafeReader, ModelArgs]:
-    """Return the reader and the dimensions of a checkpoint after comparing its files with the
-    manifest, as `open_checkpoint` does, and its weights with the dimensions. Raises
-    BrokenCheckpoint."""
+    """Return the reader and the dimensions of a checkpoint after `open_checkpoint` has checked its
+    files, and its weights fit the dimensions. Raises BrokenCheckpoint."""
     reader = open_checkpoint(folder, hashes=hashes)
     model = reader.manifest.model
     weights = {name: each for name, each in reader.tensors.items() if name.startswith(PREFIX)}
@@ -152,7 +142,7 @@ def open_weights(folder: Path, *, hashes: bool = False) -> tuple[SafeReader, Mod
         scaling = model["rope_scaling"]
         args = ModelArgs(**model | {"rope_scaling": scaling and RopeScaling(**scaling)})
         # An export that cannot be loaded again is refused too.
-        model_args(hf_config(args, dtype=torch.float32, bos_id=None, eos_id=None))
+        model_args(hf_llama.hf_config(args, dtype=torch.float32, bos_id=None, eos_id=None))
         expected = weight_shapes(args, most_layers=len(weights))
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         reason = f"model: {type(error).__name__}: {' '.join(str(error).split())}"

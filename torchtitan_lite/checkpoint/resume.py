@@ -104,8 +104,8 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
 
 
 def _leaves_out_moments(checkpoint: CheckpointConfig, manifest: CheckpointManifest) -> bool:
-    """Return whether to leave out the moments of a checkpoint in the run's own folder: not if the
-    run that saved it had left out earlier ones, so that a restart takes all of its own."""
+    """Return whether to leave out the moments of the run's own checkpoint: once, as a restart takes
+    its own."""
     if not checkpoint.exclude_from_loading:
         return False
     saved = parse_toml(manifest.config.encode()).get("checkpoint", {})
@@ -117,16 +117,14 @@ def _leaves_out_moments(checkpoint: CheckpointConfig, manifest: CheckpointManife
 
 
 def new_disk_group() -> dist.ProcessGroup:
-    """Return a group of all ranks that exchanges values on CPU, and that waits for slow disks."""
+    """Return a group of all ranks, on CPU, that waits for slow disks."""
     backend = "fake" if dist.get_backend() == "fake" else "gloo"  # fake: a process alone
     return dist.new_group(backend=backend, timeout=DISK_TIMEOUT)
 
 
 def verify(path: Path, *, hashes: bool) -> CheckpointManifest:
-    """Return the manifest of the checkpoint at `path` after comparing the files with it.
-
-    The sizes of all files are compared, and the contents of the small ones, or with `hashes` of
-    all; each rank reads a share. Collective. Raises BrokenCheckpoint with the path."""
+    """Return the manifest of the checkpoint at `path` after `broken_files` has compared the files
+    with it; each rank reads a share. Collective. Raises BrokenCheckpoint with the path."""
     group = new_disk_group()
     share = (dist.get_rank(), dist.get_world_size())
     try:

@@ -1,16 +1,12 @@
 """The state of a run as tensors by flat names, and the state of a rank's random generators.
 
-`model.<fqn>` is a parameter; `optimizer.<fqn>.exp_avg`, `.exp_avg_sq` and `.step` are AdamW's state
-of it.
+`model.<fqn>` is a parameter; `optimizer.<fqn>.exp_avg`, `.exp_avg_sq` and `.step` are of AdamW.
 """
 
 import base64
-import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -52,8 +48,7 @@ def _names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return `tensor` detached, and without torchao's wrapper of float8-gathered weights, so that a
-    checkpoint can be read without torchao."""
+    """Return `tensor` detached, and without torchao's wrapper of float8-gathered weights."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor) and is_gathered_in_float8(tensor._local_tensor):
         return DTensor(tensor._local_tensor._tensor, tensor._spec, requires_grad=False)
@@ -115,18 +110,12 @@ def check_finite(state: Mapping[str, Tensor], *, step: int) -> None:
         )
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of this rank's random generators as JSON values."""
-    numpy_state: Any = np.random.get_state(legacy=False)
-    numpy_state["state"]["key"] = numpy_state["state"]["key"].tolist()
-    state = {
-        "python": random.getstate(),
-        "numpy": numpy_state,
-        "torch": _encode(torch.get_rng_state()),
-    }
+def random_state(device: torch.device) -> dict[str, str]:
+    """Return the state of this rank's random generators. Only torch's are drawn from."""
+    state = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
-        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
-    return state
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return {key: base64.b64encode(each.numpy().tobytes()).decode() for key, each in state.items()}
 
 
 def load_random_state(path: Path, *, device: torch.device) -> None:
@@ -134,9 +123,6 @@ def load_random_state(path: Path, *, device: torch.device) -> None:
     Raises BrokenCheckpoint for a file of another kind."""
     try:
         state = read_json_object(path)
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        np.random.set_state(state["numpy"])
         torch.set_rng_state(_decode(state["torch"]))
         if device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(_decode(state["cuda"]), device)
@@ -144,12 +130,8 @@ def load_random_state(path: Path, *, device: torch.device) -> None:
         raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from error
     except OSError as error:
         raise unreadable(path, error) from error
-    except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
         raise BrokenCheckpoint(f"{path.name}: {type(error).__name__}: {error}") from error
-
-
-def _encode(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
 
 
 def _decode(text: str) -> Tensor:

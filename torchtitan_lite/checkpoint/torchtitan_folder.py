@@ -1,9 +1,8 @@
 """Read the weights of a checkpoint of torchtitan, v0.1.0 to v0.2.2.
 
 Its format is DCP's, without hashes, so that damage within a tensor is not noticed. Only weights are
-read; all other entries, such as the state of the dataloader, stay pickled. v0.1.0 names a weight
-`model.<fqn>`; later versions, and saves of weights alone, name it `<fqn>`. Names and order of rows
-are this model's, because both follow Meta's checkpoints, which rotate neighbouring dimensions.
+read. v0.1.0 names a weight `model.<fqn>`; later versions, and saves of weights alone, `<fqn>`.
+Names and order of rows are this model's: both follow Meta's checkpoints.
 """
 
 import math
@@ -41,23 +40,21 @@ def load_torchtitan(
     stages: dist.ProcessGroup | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Read the weights in `folder`, of any data type, into the model's weights `state`, which are
-    `tied` if the embedding's is also the output's. `stages` is the group of ranks that have the
-    other stages of the model. Collective. Raises CheckpointError if the weights are broken or of
-    another model."""
-    # Allows torch to load the wrapper of weights that a float8 run gathers in float8. Imported here
-    # because bf16 runs do not need it.
+    """Read the weights in `folder`, of any data type, into the model's weights `state`, `tied` if
+    the embedding is also the output. `stages` is the group of ranks that share the model.
+    Collective. Raises CheckpointError if the weights are broken or of another model."""
+    # Lets torch load the wrapper of weights that a float8 run gathers; bf16 runs do without.
     import torchao.float8.fsdp_utils  # noqa: F401
 
     with naming(folder):
         reader = open_on_all_ranks(lambda: open_torchtitan(folder))
 
-    # A tied model has no output. If one is stored, it is read to compare it with the embedding.
+    # A tied model has no output; a stored one is compared with the embedding.
     wanted = dict(state)
     if tied and OUTPUT in reader.tensors:
         wanted[OUTPUT] = torch.empty_like(state[EMBEDDING])
 
-    # Names and shapes must agree. Any data type is converted, so it counts as the expected one.
+    # Names and shapes must agree; any data type is converted.
     expected = stage_entries(wanted, stages=stages)
     found = dict(reader.tensors)
     for name in found.keys() & expected.keys():
@@ -77,13 +74,11 @@ def load_torchtitan(
                 f"[model] tie_embeddings = true, and {folder} has an output.weight that differs "
                 "from its tok_embeddings.weight; set it to false."
             )
-    logger.info(
-        f"{folder} is unverified: torchtitan saves no hashes of its files and no RoPE settings"
-    )
+    logger.info(f"{folder} is unverified: torchtitan saves no hashes and no RoPE settings")
 
 
 def open_torchtitan(folder: Path) -> TableReader:
-    """Return a reader of the weights in `folder` by this model's names. Raises BrokenCheckpoint."""
+    """Return a reader of the weights by this model's names. Raises BrokenCheckpoint."""
     files = (path for path in folder.glob(f"*{TENSORS_SUFFIX}") if path.is_file())
     sizes = {path.name: path.stat().st_size for path in files}
     return TableReader(folder, read_table(folder, sizes, rename=weight_name))
