@@ -97,8 +97,6 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
     *first, tps = reported(folder, *keys)
     # The resolved config alone repeats the run.
     before = read_losses(folder)
-    (folder / "checkpoint/step-00000002").mkdir(parents=True)
-    (folder / "checkpoint/step-00000002/manifest.json").touch()
     arguments = ["-m", "torchtitan_lite.train", "--job.config_file", str(folder / "config.toml")]
     output = finish(*arguments, processes=2)
     assert read_losses(folder) == before
@@ -106,10 +104,8 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
     assert read_losses(previous) == before
 
     # What the run said, and how far it got.
-    assert "warmup_steps = 5 is longer than the schedule of 2 steps" in output
     (curves,) = re.findall(r"curves: (.*)", output)
-    assert shlex.split(curves)[-2:] == ["--logdir", str(folder.parent)]
-    assert "checkpoint has checkpoints up to step 2, and [checkpoint] enable = false" in output
+    assert shlex.split(curves)[-2:] == ["--logdir", str(folder)]
     assert first == ["done", 2, 0, None, 2, before[-1], 0.0] and tps > 0
 
 

@@ -60,12 +60,6 @@ class StorageError(RunError):
     exit_code = 7
 
 
-FINAL_EXIT_CODES = {
-    STOPPED_EXIT_CODE,
-    *(error.exit_code for error in (ConfigError, DataError, CheckpointError, NumericError)),
-}
-"""Exit codes after which torchrun's restart exits at once: the run would fail again, or the user
-stopped it."""
 WRONG_PATH = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
 WRONG_PATH |= {errno.ENAMETOOLONG}
 """Error numbers of a path that the user can fix, unlike those of a full or broken disk."""

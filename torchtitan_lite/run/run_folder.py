@@ -15,12 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.base.errors import FINAL_EXIT_CODES, ConfigError, RunError, StorageError
+from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError, StorageError
 from torchtitan_lite.base.files import lock_file, replace_file
 from torchtitan_lite.base.logger import logger
 
 from .status import STATUS_FILE, Status, explained, job_name, read_status, time_name, write_status
 
+RESTARTED = {RunError.exit_code, RankLostError.exit_code, StorageError.exit_code}
+"""Exit codes after which torchrun's restart makes sense. After others the run would fail again, or
+the user has stopped it."""
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 LOCK_SECONDS = 10.0  # how long a new run waits: workers of a killed agent take seconds to end
@@ -50,7 +53,7 @@ class RunFolder:
         if earlier is None or earlier.job != job_name(os.getppid()):
             return False
 
-        if earlier.exit_code in FINAL_EXIT_CODES:
+        if earlier.exit_code and earlier.exit_code not in RESTARTED:
             self.close()
             error = RunError(earlier.cause)
             error.exit_code = earlier.exit_code
