@@ -25,7 +25,7 @@ class WrittenRun:
     hparams: Mapping[str, bool | float | str]
     """Values by which runs are compared; each run has the same names."""
     records: Collection[RecordKind]
-    """Those that the run writes."""
+    """Those that it writes."""
 
 
 class Writer:
@@ -42,8 +42,7 @@ class Writer:
         """Write named figures, such as a validation loss, which belongs to no record."""
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
-        """Write the errors of a step's casts to float8; by default as NAME/ROLE/KIND, without the
-        layers' indices."""
+        """Write the errors of a step's casts; by default as NAME/ROLE/KIND, without layers."""
         scalars = {
             f"{name}/{role}/{kind}": value
             for kind, roles in casts.items()

@@ -32,10 +32,8 @@ def format_mfu(mfu: float | None, *, approximate: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The figures of one logged step, in the order of metrics.jsonl and of the console line.
-
-    Rates and times are averages over the steps since the previous record. None means unknown.
-    """
+    """The figures of one logged step, in the order of metrics.jsonl. Rates and times are averages
+    over the steps since the previous record. None means unknown."""
 
     # One figure after the other, as in a table.
     # fmt: off
@@ -49,14 +47,12 @@ class StepRecord:
         "mean over all ranks' tokens of this step", "nat", "loss_metrics/global_avg_loss")]
     loss_max: Annotated[float, Figure(
         "largest of the ranks' own mean losses", "nat", "loss_metrics/global_max_loss")]
-    grad_norm: Annotated[float, Figure(
-        "norm of the gradient before clipping", "", "grad_norm")]
+    grad_norm: Annotated[float, Figure("norm of the gradient before clipping", "", "grad_norm")]
     lr: Annotated[float, Figure("learning rate of this step", "", "lr")]
     skipped_steps: Annotated[int, Figure(
         "steps of the run without an update: loss or gradient not finite, or a loss spike", "steps",
         "skipped_steps")]
-    tps: Annotated[float, Figure(
-        "tokens per second per device", "tokens/s", "throughput(tps)")]
+    tps: Annotated[float, Figure("tokens per second per device", "tokens/s", "throughput(tps)")]
     tflops: Annotated[float, Figure(
         "FLOPs per token times `tps`, per device", "TFLOPS", "tflops")]
     mfu: Annotated[float | None, Figure(
@@ -108,16 +104,14 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the line of metrics.jsonl."""
-        values = {name: getattr(self, name) for name, fig in STEP_FIGURES.items() if fig.in_json}
         return {
-            name: value
-            for name, value in values.items()
-            if value is not None or not STEP_FIGURES[name].optional
+            name: getattr(self, name)
+            for name, figure in STEP_FIGURES.items()
+            if figure.in_json and not (figure.optional and getattr(self, name) is None)
         }
 
     def known(self) -> dict[str, float]:
-        """Return the figures that are known, by name; of those with several values, such as the
-        passes over each store, each as epochs/STORE."""
+        """Return the figures that are known, by name; one with several values as epochs/STORE."""
         known: dict[str, float] = {}
         for name in STEP_FIGURES:
             value = getattr(self, name)

@@ -71,11 +71,10 @@ def count_flops(
 ) -> FlopsLedger:
     """Count the FLOPs of `model`, not yet sharded: sharding changes who computes, not how much.
 
-    `float8_matmuls` has, for each linear that trains in float8, its MATMULS that run in it. All
-    others and attention run in `high_precision`. Attention counts 12 * layers * heads * head_dim *
-    seq_len per token (PaLM, arXiv 2204.02311, appendix B), or half by the causal convention.
-    `recomputed` names the linears and `attention` modules that the backward pass runs again.
-    """
+    `float8_matmuls` has the MATMULS of each linear that run in float8, all others and attention run
+    in `high_precision`. Attention counts 12 * layers * heads * head_dim * seq_len per token (PaLM,
+    arXiv 2204.02311, appendix B), or half by the causal convention. `recomputed` names the linears
+    and `attention` modules that the backward pass runs again."""
     layer_matmul = 2 * args.n_heads * args.head_dim * seq_len
     if convention == "causal":
         layer_matmul //= 2

@@ -1,8 +1,8 @@
 """Measure each step's time and throughput without synchronizing the device.
 
-The host runs ahead of the device. So the tensors of a step are copied to the host behind the step's
-own work, and times are between events that are recorded there too. A later call makes the record,
-once the device has passed the end of the step: usually the call of the next step.
+The host runs ahead of the device. So a step's tensors are copied to the host behind its own work,
+and times are between events that are recorded there. A later call makes the record, once the device
+has passed the end of the step: usually the call of the next step.
 """
 
 import statistics
@@ -155,7 +155,7 @@ class MetricsProcessor:
         self._compile_began = self.record_event()
 
     def compile_ended(self) -> None:
-        """End what `compile_began` began."""
+        """Count the time since `compile_began`."""
         self._spans.append(("compile", self._compile_began, self.record_event()))
 
     @contextmanager

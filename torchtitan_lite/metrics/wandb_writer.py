@@ -12,23 +12,18 @@ from .figures import StepRecord, figure_of
 from .summary import Summary
 
 UPLOAD_TIMEOUT_S = 60.0
-"""Longest wait for wandb's server at the end of a run, while devices idle. Data that is not
-uploaded by then stays in the run folder."""
+"""Longest wait for wandb's server at the end of a run. What is not uploaded stays in its folder."""
 
 
 class WandbWriter(Writer):
-    """The wandb run of a run folder, or of a rank's folder in it. A resumed run continues it.
-
-    Metrics have the same names as in metrics.jsonl. If steps are trained again after a crash, wandb
-    keeps the first values and drops the new ones.
-    """
+    """The wandb run of a run folder, or of a rank's folder in it. A resumed run continues it; of a
+    step that is trained again after a crash, wandb keeps the first values."""
 
     spare = "wandb"
 
     def __init__(self, run: WrittenRun, *, folder: str, own: str) -> None:
-        """Open the run in project $WANDB_PROJECT. It is named after the run folder, its group after
-        the folder above; a rank's run after its `own` folder, its group after the run. $WANDB_NAME
-        and $WANDB_RUN_GROUP take precedence. Raises ConfigError without a login or network."""
+        """Open a run that is named after its folders, `own` of a rank in the run folder, unless
+        $WANDB_NAME and others say otherwise. Raises ConfigError without a login or network."""
         import wandb  # slow, and optional
 
         path = run.folder.absolute()

@@ -156,8 +156,8 @@ class JsonlWriter(Writer):
     """A file with lines of strict JSON."""
 
     def __init__(self, path: Path, *, resume_step: int, kind: RecordKind = "metrics") -> None:
-        """Open `path`, and drop unfinished lines and lines after `resume_step`. The file is
-        replaced atomically, so that a crash loses nothing."""
+        """Open `path`, and drop lines that are unfinished or after `resume_step`: the file is
+        replaced atomically."""
         lines = read_records(path) if path.exists() else ()
         kept = [line.rstrip() + b"\n" for line, record in lines if record.step <= resume_step]
         replace_file(path, b"".join(kept))
@@ -165,25 +165,24 @@ class JsonlWriter(Writer):
         self._kind = kind
 
     def write(self, record: StepRecord) -> None:
-        if self._kind == "metrics":
-            self._append(record.to_json())
+        self._append("metrics", record.to_json())
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self._kind == "validation" and "validation_loss" in scalars:
+        if "validation_loss" in scalars:
             loss = scalars["validation_loss"]
-            self._append({"step": step, "time": time.time(), "validation_loss": loss})
+            self._append("validation", {"step": step, "time": time.time(), "validation_loss": loss})
 
     def write_numerics(self, step: int, casts: CastErrors) -> None:
-        if self._kind == "numerics":
-            self._append({"step": step, "time": time.time(), "kinds": casts})
+        self._append("numerics", {"step": step, "time": time.time(), "kinds": casts})
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        for sample in samples if self._kind == "samples" else ():
-            self._append({"step": step, "time": time.time(), **sample})
+        for sample in samples:
+            self._append("samples", {"step": step, "time": time.time(), **sample})
 
-    def _append(self, fields: Mapping[str, Any]) -> None:
-        """Append a line, and pass it to the operating system."""
-        self._file.write(strict_json(fields) + "\n")
+    def _append(self, kind: RecordKind, fields: Mapping[str, Any]) -> None:
+        """Append a line if it is of this file, and pass it to the operating system."""
+        if kind == self._kind:
+            self._file.write(strict_json(fields) + "\n")
 
     def flush(self) -> None:
         os.fsync(self._file.fileno())
