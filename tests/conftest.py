@@ -23,7 +23,6 @@ from torch._dynamo.utils import counters
 from torch._functorch import partitioners
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import cpp_utils
-from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.scheduler import MixOrderReduction
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.pipelining import schedules
@@ -50,7 +49,6 @@ COMPILER_SETTINGS: tuple[Any, ...] = (
 PATCHED: list[tuple[Any, str]] = [
     (partitioners, "has_recomputable_rng_ops"),
     (partitioners, "get_default_op_list"),
-    (VecISA, "check_build"),
     (MixOrderReduction, "get_fusion_score"),
     (InductorChoices, "can_fuse"),
     (schedules, "_batch_p2p"),

@@ -65,29 +65,6 @@ def name_mxfp8_scales_in_cpp() -> None:
     DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "at::Float8_e8m0fnu")
 
 
-def trust_instruction_set() -> None:
-    """Use the CPU's best vector instructions in compiled code wherever PyTorch itself uses them.
-
-    Changes: `VecISA.check_build` of Inductor, unless the environment sets `vec_isa_ok`.
-    Why: the compiler builds a test program for each instruction set, which takes seconds. AMX is
-    still tested, since a C++ compiler that PyTorch supports may not know its instructions.
-    Seen: torch 2.13. Remove: once no test programs are built.
-    """
-    from torch._inductor import config
-    from torch._inductor.cpu_vec_isa import VecISA
-
-    best = "AVX512" if torch.cpu._is_avx512_supported() else "AVX2"
-    if config.cpp.vec_isa_ok is not None or torch.backends.cpu.get_cpu_capability() != best:
-        return
-    build: Callable[[VecISA, str], bool] = inspect.unwrap(VecISA.check_build)
-
-    @wraps(build)
-    def check_build(isa: VecISA, code: str) -> bool:
-        return "amx" not in isa.build_arch_flags() or build(isa, code)
-
-    VecISA.check_build = check_build  # type: ignore[assignment, method-assign]
-
-
 def weigh_cudnn_attention() -> None:
     """Count cuDNN's attention among the operators that are expensive to recompute.
 

@@ -84,8 +84,11 @@ def test_the_compiler_is_patched_where_it_needs_it(monkeypatch: pytest.MonkeyPat
     for split in ({"cp": 2}, {"tp": 2}):
         tagged = gpu | {"tag_compiler_cache rank 2 of 4"}
         assert set_up(monkeypatch, device="cuda", **split)[0] == tagged
-    cpu = {"save_no_rng_state", "name_mxfp8_scales_in_cpp", "trust_instruction_set"}
-    assert set_up(monkeypatch, device="cpu")[0] == cpu
+    for capability, trusted in (("DEFAULT", None), ("AVX2", True)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda of=capability: of)
+        cpu = {"save_no_rng_state", "name_mxfp8_scales_in_cpp"}
+        assert set_up(monkeypatch, device="cpu")[0] == cpu
+        assert inductor.cpp.vec_isa_ok is trusted
     budget = {"weigh_cudnn_attention", "count_no_memory_for_meshes"}
     found = set_up(monkeypatch, device="cuda", mode="memory_budget", memory_budget=0.3)
     assert found == (gpu | budget, 0.3)

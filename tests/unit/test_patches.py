@@ -5,8 +5,6 @@ patches are undone after each test, in tests/conftest.py. Of graphs: test_graph_
 """
 
 import inspect
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from datetime import timedelta
@@ -23,9 +21,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from sample_models import SMALL, on_meta, ready
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
-from torch._inductor import config
 from torch._inductor.codegen import cpp_utils
-from torch._inductor.cpu_vec_isa import VecISA, supported_vec_isa_list
 from torch._inductor.scheduler import MixOrderReduction
 from torch._inductor.virtualized import V
 from torch._library.fake_class_registry import FakeScriptObject
@@ -136,38 +132,6 @@ def test_count_no_memory_for_meshes() -> None:
         partitioners._size_of(node)
     patches.count_no_memory_for_meshes()
     assert partitioners._size_of(node) == 0
-
-
-HAS_AVX2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-PRINT_PROGRAMS = """
-from torch._inductor import cpu_vec_isa
-cpu_vec_isa.VecISA.check_build = lambda isa, code: not print(isa.build_arch_flags())
-cpu_vec_isa.pick_vec_isa()
-"""
-
-
-@pytest.mark.skipif(not HAS_AVX2, reason="a CPU without AVX2")
-def test_trust_instruction_set_because_programs_are_built_for_them() -> None:
-    """In a process of its own: the compiler asks once."""
-    command = [sys.executable, "-c", PRINT_PROGRAMS]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert any("amx" not in flags for flags in result.stdout.splitlines())
-
-
-@pytest.mark.parametrize(
-    ("capability", "vec_isa_ok", "trusted"),
-    [(None, None, HAS_AVX2), ("DEFAULT", None, False), (None, False, False)],
-)
-def test_trust_instruction_set_unless_it_is_excluded(capability, vec_isa_ok, trusted, monkeypatch):
-    if capability is not None:
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    built: list[VecISA] = []
-    monkeypatch.setattr(VecISA, "check_build", lambda isa, code: not built.append(isa))
-    config.cpp.vec_isa_ok = vec_isa_ok
-    patches.trust_instruction_set()
-    assert all(isa.check_build("code") for isa in supported_vec_isa_list)
-    amx = [isa for isa in supported_vec_isa_list if "amx" in isa.build_arch_flags()]
-    assert built == (amx if trusted else supported_vec_isa_list)
 
 
 def test_time_out_transfers_as_their_group(monkeypatch):

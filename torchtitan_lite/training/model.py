@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
 
@@ -77,11 +77,6 @@ class BuiltModel:
     def model(self) -> nn.Module:
         """The parameters of this rank's stages, by their names in the whole model."""
         return join_stages(self.stages)
-
-    @property
-    def shard_sequence(self) -> Callable[[Tensor, int], Tensor]:
-        """Returns what this rank computes of a tensor whose given dimension is a sequence."""
-        return self.stages[0].shard_sequence
 
 
 def choose_linears(

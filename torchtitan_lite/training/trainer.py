@@ -239,7 +239,7 @@ class Trainer:
         job, bos_id = self.job, self.job.model_args.document_bos_id
         if bos_id is None:
             return None, None
-        part = self.built.shard_sequence
+        part = self.built.stages[0].shard_sequence
         squares = [
             document_squares(tokens, bos_id=bos_id, shard_sequence=part) for tokens, _ in batches
         ]
