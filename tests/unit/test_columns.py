@@ -105,7 +105,7 @@ def test_broken_files_are_refused(path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("module", "extra"),
-    [("pyarrow", "parquet"), ("pyarrow.parquet", "parquet"), ("datasets", "hf")],
+    [("pyarrow.parquet", "parquet"), ("datasets", "hf")],
 )
 def test_a_missing_library_is_named_with_its_extra(path, monkeypatch, module, extra):
     source = f"hf:{path.parent}" if module == "datasets" else str(write(path, ["a"]))

@@ -40,7 +40,9 @@ def test_ranks_with_other_tokens_are_named(others, monkeypatch):
     if not others:
         check_same_tokens(stores)
         return
-    message = rf"^texts: rank 0 has other tokens than {len(others)} of 4 .* of them {others[0]}; "
+    message = (
+        rf"^books, texts: rank 0 has other tokens than {len(others)} of 4 .* of them {others[0]}; "
+    )
     with pytest.raises(DataError, match=message):
         check_same_tokens(stores)
 

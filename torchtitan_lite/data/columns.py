@@ -1,13 +1,13 @@
 """Rows of parquet files and of Hugging Face datasets.
 
-Their libraries are heavy and optional: imported when they are used. They raise errors of many
-kinds for a broken file.
+Their libraries are heavy and optional: imported when used. For a broken file they raise anything.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ BATCH_ROWS = 64  # of a table in memory at a time; few, because texts can be lon
 def read_parquet(path: Path, dataset: NamedDataset) -> Iterator[Row]:
     """Yield the rows of a parquet file. Raises DataError if it is broken or has no such column."""
     field = dataset.text_field
-    pyarrow = _import("pyarrow", wanted_by=path, extra="parquet")
     parquet = _import("pyarrow.parquet", wanted_by=path, extra="parquet")
     with (
         reading(path, Exception),
@@ -32,9 +31,9 @@ def read_parquet(path: Path, dataset: NamedDataset) -> Iterator[Row]:
     ):
         _check_column(path, field, file.schema_arrow.names)
         batches = file.iter_batches(BATCH_ROWS, columns=[field])
-        binary = pyarrow.large_binary()  # not decoded, so that only its own row is bad
-        values = (value for batch in batches for value in batch.column(0).cast(binary).to_pylist())
-        yield from _rows(values, str(path), field)
+        # Not decoded here, so that only its own row is bad.
+        columns = (batch.column(0).cast("large_binary").to_pylist() for batch in batches)
+        yield from _rows(chain.from_iterable(columns), str(path), field)
 
 
 def open_hf_dataset(dataset: NamedDataset) -> tuple[list[Callable[[], Iterator[Row]]], str]:

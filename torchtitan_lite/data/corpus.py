@@ -112,10 +112,10 @@ def open_data(
     text_field: str,
     tokenizer: Tokenizer,
 ) -> TokenStore:
-    """Open the tokens at a path, or of one of DATASETS where it is None.
+    """Open the tokens at a path, or of one of DATASETS where it is None. Text is tokenized unless
+    its tokens are in the cache.
 
-    Text is tokenized unless its tokens are in the cache. Messages start with the table and key of
-    the config. Raises DataError, for a store of another tokenizer too, and StorageError."""
+    Messages start with the table and key of the config. Raises DataError and StorageError."""
     row = DATASETS[dataset] if path is None else NamedDataset(path, text_field=text_field)
     try:
         if row.path.startswith(HF_PREFIX):
@@ -170,18 +170,15 @@ def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
 
 
 def check_same_tokens(stores: Mapping[str, TokenStore]) -> None:
-    """Raise DataError, on every rank, unless all ranks have the same tokens in each store.
-
-    A collective call."""
-    fingerprints: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(fingerprints, [store.fingerprint for store in stores.values()])
-    for name, of_ranks in zip(stores, zip(*fingerprints, strict=True), strict=True):
-        if others := [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]:
-            raise DataError(
-                f"{name}: rank 0 has other tokens than {len(others)} of {len(of_ranks)} ranks, the "
-                f"first of them {others[0]}; train on one copy of the text, and for pystdlib with "
-                "one version of Python"
-            )
+    """Raise DataError, on every rank, unless all have the same tokens. A collective call."""
+    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, [store.fingerprint for store in stores.values()])
+    if others := [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]:
+        raise DataError(
+            f"{', '.join(stores)}: rank 0 has other tokens than {len(others)} of {len(of_ranks)} "
+            f"ranks, the first of them {others[0]}; train on one copy of the text, and for "
+            "pystdlib with one version of Python"
+        )
 
 
 def check_same_data(
@@ -192,9 +189,8 @@ def check_same_data(
     samples: int,
     allow_change: bool,
 ) -> None:
-    """Compare the `Corpus.identity` of a resumed run with the one `before` it.
-
-    Raises DataError for a difference, unless it is allowed. A new name is only logged."""
+    """Compare the `Corpus.identity` of a resumed run with the one `before` it. Raises DataError for
+    a difference, unless it is allowed; a new name is only logged."""
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if not changed:
         return

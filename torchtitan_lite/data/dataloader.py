@@ -11,8 +11,8 @@ Shapes: B local_batch_size, S seq_len.
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
@@ -212,39 +212,27 @@ class ValidationBatches:
             yield tokens, labels
 
 
-class Prefetcher:
-    """Iterator over the same batches, `ahead` of them made in advance on a thread, in pinned memory
-    where `device` is a GPU. An error is raised when its batch's turn comes."""
+def prefetch(
+    batches: Iterable[Batch], *, device: torch.device, ahead: int = PREFETCHED
+) -> Generator[Batch, None, None]:
+    """Yield the same batches, `ahead` of them made in advance on a thread, in pinned memory where
+    `device` is a GPU. An error is raised when its batch's turn comes."""
+    iterator = iter(batches)
 
-    def __init__(
-        self, batches: Iterable[Batch], *, device: torch.device, ahead: int = PREFETCHED
-    ) -> None:
-        self._batches, self._device = iter(batches), device
-        self._thread = ThreadPoolExecutor(1, "batches")
-        self._coming: deque[Future[Batch | None]] = deque(
-            self._thread.submit(self._make) for _ in range(ahead)
-        )
-
-    def _make(self) -> Batch | None:
-        batch = next(self._batches, None)
-        if batch is None or self._device.type == "cpu":
+    def make() -> Batch | None:
+        batch = next(iterator, None)
+        if batch is None or device.type == "cpu":
             return batch
         # Each thread has its own device; memory would be pinned through the first GPU.
-        torch.cuda.set_device(self._device)
+        torch.cuda.set_device(device)
         tokens, labels = batch
         return tokens.pin_memory(), labels.pin_memory()
 
-    def __iter__(self) -> "Prefetcher":
-        return self
-
-    def __next__(self) -> Batch:
-        batch = self._coming[0].result()
-        if batch is None:
-            raise StopIteration
-        self._coming.popleft()
-        self._coming.append(self._thread.submit(self._make))
-        return batch
-
-    def close(self) -> None:
-        """End the thread, once it has made its current batch."""
-        self._thread.shutdown(cancel_futures=True)
+    thread = ThreadPoolExecutor(1, "batches")
+    try:
+        coming = deque(thread.submit(make) for _ in range(ahead))
+        while (batch := coming.popleft().result()) is not None:
+            coming.append(thread.submit(make))
+            yield batch
+    finally:
+        thread.shutdown(cancel_futures=True)

@@ -1,7 +1,4 @@
-"""Rows, the pieces of a source that hold one document each, and the readers of text files.
-
-Memory does not grow with the files, compressed or not.
-"""
+"""Rows, which hold a document each, and the readers of text files, in bounded memory."""
 
 import gzip
 import io
@@ -43,7 +40,7 @@ class Row(NamedTuple):
 
 @contextmanager
 def reading(name: object, *errors: type[Exception]) -> Iterator[None]:
-    """Context manager that turns these errors into `DataError: NAME: cannot be read: reason`."""
+    """Turn these errors into `DataError: NAME: cannot be read: reason`."""
     try:
         yield
     except DataError:

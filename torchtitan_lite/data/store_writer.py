@@ -1,9 +1,8 @@
 """Make token stores on all cores, in bounded memory, and safe to kill at any moment.
 
 A store grows in the folder `STORE.partial`, which is renamed when it is complete. Each chunk of the
-source becomes one shard. When a shard's files are on disk, the manifest of all shards so far is
-written; a later run continues after them. The content of a store does not depend on when and how
-often a run was killed.
+source becomes one shard. When its files are on disk, the manifest of all shards so far is written;
+a later run continues after them. What it ends with does not depend on when a run was killed.
 """
 
 import fcntl
@@ -173,8 +172,8 @@ class UnfinishedStore:
                 logger.info(f"{source.name}: {counts}, {self.manifest.tokens:,} tokens")
 
     def finish(self, source: Source) -> None:
-        """Turn the shards into a store. Raises DataError, without a folder left, for no documents,
-        and for text that has changed."""
+        """Turn the shards into a store. Removes them, and raises DataError, if they hold no
+        document or the text has changed."""
         problem = "" if self.manifest.documents else "holds 0 documents; name text that has some"
         if source.fingerprint_now() != source.fingerprint:
             problem = "changed while it was read; run again"

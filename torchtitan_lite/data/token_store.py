@@ -3,9 +3,7 @@
 A store is a folder of shards. `tokens-00000.bin`, `tokens-00001.bin`, ... hold one stream of token
 ids: BOS, text, EOS of every document; if BOS is EOS, only BOS and text. `documents-00000.bin`, ...
 hold the places in their shard at which documents begin. All numbers are little endian.
-
-In format 3 a shard is a chunk of the source. In format 2, which is still read, it is 2^29 ids, cut
-regardless of documents.
+In format 3 a shard is a chunk of the source; in format 2, which is still read, it is 2^29 ids.
 
 Files are read, not mapped into memory: the process would be killed if a mapped file were truncated.
 """
@@ -125,8 +123,7 @@ def write_manifest(path: Path, manifest: StoreManifest) -> None:
 
 
 def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
-    """Read the manifest of a store. Raises DataError if it is missing, damaged or of another
-    format."""
+    """Read a store's manifest. Raises DataError if it is missing, damaged or of another format."""
     if not folder.is_dir():
         raise DataError(f"token store {folder.absolute()} is missing; name the folder of a store")
     try:
@@ -169,9 +166,7 @@ def unusable(folder: Path, reason: str) -> DataError:
 
 
 def verify_store(folder: Path) -> list[str]:
-    """Read a whole store, one file on each core at a time, and list what is wrong with it.
-
-    Raises DataError for a manifest that is missing or damaged."""
+    """Read a whole store, and list what is wrong with it. Raises DataError for its manifest."""
     manifest = read_manifest(folder)
     problems = wrong_sizes(folder, manifest)
     hashes = {name: sha256 for name, (_, sha256) in manifest.files().items()}
@@ -197,8 +192,8 @@ class TokenStore:
     """The token store in a folder.
 
     Raises DataError for a folder that is no store, one of another format, and files of wrong
-    sizes. Reading raises DataError for a file that was cut off, and for an id above the manifest's
-    highest; StorageError for a file that the system cannot read."""
+    sizes; a read raises it for a file that was cut off, and for an id above the highest,
+    StorageError for a file that the system cannot read."""
 
     def __init__(self, folder: Path, manifest: StoreManifest | None = None) -> None:
         """`manifest` describes a store that is still being written."""

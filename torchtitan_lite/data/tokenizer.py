@@ -51,9 +51,8 @@ TIKTOKEN_LINE = re.compile(rb"\S+ \d+\s")
 class Tokenizer:
     """The vocabulary in a file, or in the first of FILES_OF_A_FOLDER that a folder has.
 
-    `vocab_size` is above every id; `fingerprint` changes with the file and with the ids of BOS and
-    EOS. Raises DataError if the vocabulary is incomplete, lacks BOS or EOS, or if the package that
-    reads it is missing."""
+    `fingerprint` changes with the file and with the ids of BOS and EOS. Raises DataError if the
+    vocabulary is incomplete, lacks BOS or EOS, or if the package that reads it is missing."""
 
     def __init__(self, given: Path) -> None:
         setting = f'[model] tokenizer_path = "{given}"'
@@ -96,10 +95,8 @@ class Tokenizer:
         return self._encode([text])[0]
 
     def encode_documents(self, texts: list[str]) -> list[list[int]]:
-        """Return BOS, the ids and EOS of each text, computed on one core.
-
-        If BOS is EOS, a document only begins with it, which ends the document before. Raises
-        DataError for a broken vocabulary, which may show only now."""
+        """Return BOS, the ids and EOS of each text, computed on one core. If BOS is EOS, it only
+        begins a document. Raises DataError for a broken vocabulary, which may show only now."""
         end = [] if self.one_separator else [self.eos_id]
         return [[self.bos_id, *ids, *end] for ids in self._encode(texts)]
 
@@ -120,7 +117,7 @@ class Tokenizer:
 
 @contextmanager
 def _panics_as_errors() -> Iterator[None]:
-    """Context manager that turns a panic in Rust, which is no Exception, into ValueError."""
+    """Turn a panic in Rust, which is no Exception, into ValueError."""
     try:
         yield
     except BaseException as error:
@@ -148,10 +145,8 @@ class Vocabulary:
 
 
 def read_vocabulary(content: bytes, folder: Path) -> Vocabulary:
-    """Read a vocabulary file from a folder; its form is recognized by its content.
-
-    Raises ValueError with the reason and the fix for a broken file, ModuleNotFoundError for a
-    missing package."""
+    """Read a vocabulary file from a folder; sentencepiece and tiktoken files may share a name.
+    Raises ValueError for a broken file, ModuleNotFoundError for a missing package."""
     if content.startswith(b"{"):
         return read_json(content, folder / "tokenizer_config.json")
     if TIKTOKEN_LINE.match(content):
@@ -228,10 +223,8 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def read_json(content: bytes, config: Path) -> Vocabulary:
-    """Read a Hugging Face tokenizer.json.
-
-    BOS and EOS are those that the file `config` names, if it exists; otherwise Llama 3's, or <s>
-    and </s>."""
+    """Read a Hugging Face tokenizer.json. BOS and EOS are those that the file `config` names, if it
+    exists; otherwise Llama 3's, or <s> and </s>."""
     import tokenizers  # of the [llama] extra
 
     # The package reads this at every batch; it would use all cores for each.

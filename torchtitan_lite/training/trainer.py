@@ -18,7 +18,7 @@ from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.config.job import Job
-from torchtitan_lite.data.dataloader import PREFETCHED, Batch, Prefetcher
+from torchtitan_lite.data.dataloader import PREFETCHED, Batch, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.float8.numerics import NumericsMonitor
@@ -103,10 +103,10 @@ class Trainer:
         )
         self.samples = Samples(job, tokenizer, self.model, stages=self.groups.stages, device=device)
 
-        # Prefetch batches from here on. Keep the random state with which training starts.
+        # Keep the random state with which training starts.
         self.generators = random_state(device)
         ahead = max(PREFETCHED, job.batch.grad_accum_steps)
-        self.prefetched = Prefetcher(self.batches, device=device, ahead=ahead)
+        self.prefetched = prefetch(self.batches, device=device, ahead=ahead)
 
     def train(self) -> str | None:
         """Train to the last step. Return the signal or time limit that stopped the run, if any."""
