@@ -119,11 +119,9 @@ def open_data(
     row = DATASETS[dataset] if path is None else NamedDataset(path, text_field=text_field)
     try:
         if row.path.startswith(HF_PREFIX):
-            split = f" --hf-split {row.hf_split}" if row.hf_split != "train" else ""
-            name = f" --hf-name {row.hf_name}" if row.hf_name else ""
             raise DataError(
                 "training reads files and token stores; make a store, and name it as the path: "
-                f"torchtitan-lite data make {row.path} STORE{name}{split} --max-tokens N"
+                f"torchtitan-lite data make {row.path} STORE (docs/data.md, Train on C4)"
             )
         # A store is read where it is; other text becomes a store in the cache.
         if is_store(folder := Path(row.path)):
