@@ -11,7 +11,6 @@ if no rank could: all were killed, or none has opened the run folder.
 
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -59,16 +58,18 @@ SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 class Launch:
-    """The checked variables and words of a launch, on a terminal of `columns`, 0 without one.
-    `endpoint` is "" for one node. Raises ConfigError."""
+    """The checked variables and words of a launch. `endpoint` is "" for one node. Raises
+    ConfigError."""
 
-    def __init__(self, env: Mapping[str, str], overrides: Sequence[str], *, columns: int) -> None:
+    def __init__(
+        self, env: Mapping[str, str], overrides: Sequence[str], *, on_terminal: bool
+    ) -> None:
         self.gpus = gpus = count_cuda_devices(env)
         self.config_file = env.get("CONFIG_FILE") or DEFAULT_CONFIG
         self.words = ["--job.config_file", self.config_file, *overrides]
         self.ngpu = read_count(env, "NGPU", gpus or 2, minimum=1)
         self.max_restarts = read_count(env, "MAX_RESTARTS", 0, minimum=0)
-        self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus, columns=columns)
+        self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus, on_terminal=on_terminal)
 
         self.nnodes = read_count(env, "NNODES", 1, minimum=1)
         self.node_rank, self.endpoint = 0, ""
@@ -101,7 +102,7 @@ class Launch:
 
 
 def read_worker_env(
-    env: Mapping[str, str], *, ngpu: int, gpus: int, columns: int
+    env: Mapping[str, str], *, ngpu: int, gpus: int, on_terminal: bool
 ) -> dict[str, str]:
     """Return the variables that workers need in addition to `env`. Raises ConfigError."""
     log_rank = env.get("LOG_RANK", "").replace(" ", "") or "0"
@@ -124,8 +125,8 @@ def read_worker_env(
         added["OMP_WAIT_POLICY"] = env.get("OMP_WAIT_POLICY", "PASSIVE")
 
     # Workers write to files, which the agent shows on the terminal.
-    if columns:
-        added |= {"COLUMNS": str(columns), "FORCE_COLOR": "1"}
+    if on_terminal:
+        added["FORCE_COLOR"] = "1"
     return added
 
 
@@ -199,8 +200,7 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
 def main(argv: list[str]) -> NoReturn:
     """Launch the run, wait for it, report how it ended, and exit with its exit code."""
     # Check everything that can be checked before any process starts.
-    columns = shutil.get_terminal_size().columns if os.isatty(1) else 0
-    launch = Launch(os.environ, argv, columns=columns)
+    launch = Launch(os.environ, argv, on_terminal=os.isatty(1))
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
     check_compiler(os.environ, compiles=config.compile.enable, on_gpu=launch.gpus > 0)
     listener = listen(launch.endpoint) if launch.node_rank == 0 else None
