@@ -30,7 +30,7 @@ from torchtitan_lite.base.errors import (
 from torchtitan_lite.base.files import allow_open_files, own_sources
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.run_files import RECORDS, WRITERS
-from torchtitan_lite.checkpoint.folders import hf_folder
+from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts
 from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
@@ -192,6 +192,7 @@ def export_last(trainer: Trainer) -> None:
     else:
         # A checkpoint of weights alone has the type of the export already.
         keeps = settings.last_save_model_only
+        remove_drafts(saved.parent)  # of an export that was killed
         export_hf(saved, target, dtype="keep" if keeps else settings.export_dtype)
 
 
