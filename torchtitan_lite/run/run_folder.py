@@ -37,6 +37,7 @@ class RunFolder:
         self.path = path
         self.started = time.time()  # of a restarted run, of its first attempt
         self._lock: int | None = None  # descriptor, on rank 0
+        self._begun = False
 
     def lock(self) -> bool:
         """Create the folder if needed, and lock it until `close` or the end of this process. Return
@@ -70,7 +71,6 @@ class RunFolder:
         of the status. Raises ConfigError if there are files that no run wrote or that cannot move,
         StorageError if the disk fails."""
         before = read_status(self.path)
-        status = Status("running", self.started, time.time(), job=job_name(os.getppid()))
         with explained(self.path):
             found = _occupied(self.path, [*entries, CONFIG_FILE, STATUS_FILE])
             if before is None and found:
@@ -79,12 +79,18 @@ class RunFolder:
                     f"{STATUS_FILE} of a run, so no run may have written that; move it elsewhere, "
                     "or name another folder."
                 )
-            if before is not None and resumes:
-                last = before.last_checkpoint
-                status = replace(status, step=before.step, last_checkpoint=last)
-            elif before is not None:
+            if before is not None and not resumes:
                 _move_to_previous(self.path, found, started=before.started)
+        self._begin(before if resumes else None)
+
+    def _begin(self, before: Status | None) -> None:
+        """Set the status to "running", with the progress of the run `before`."""
+        status = Status("running", self.started, time.time(), job=job_name(os.getppid()))
+        if before is not None:
+            last = before.last_checkpoint
+            status = replace(status, step=before.step, last_checkpoint=last)
         write_status(self.path, status)
+        self._begun = True
 
     def check_is_ours(self, *, step: int) -> None:
         """Raise StorageError unless the folder's status is this run's."""
@@ -118,8 +124,11 @@ class RunFolder:
 
     def fail(self, error: RunError, step: int) -> None:
         """Write into status.json that the run failed in `step` (0: before the first one). Any rank
-        may call it; a run that has not begun writes nothing."""
+        may call it. Where no run has been yet, one that has not begun writes nothing."""
         with suppress(RunError):  # a full disk: the reported error matters more
+            before = read_status(self.path)
+            if self._lock is not None and not self._begun and before is not None:
+                self._begin(before)
             ended = {"cause": str(error), "exit_code": error.exit_code, "rank": error.rank}
             self.update(step=step, state="failed", **ended)
 
