@@ -208,7 +208,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
     )
     if float8.enable_float8_linear:
         logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
-    log_flops(meta.ledger, document_mask=training.document_mask)
+    log_flops(meta.ledger)
 
     # Parallelize the model, then allocate and initialise its shards.
     if config.compile.enable:
@@ -297,14 +297,12 @@ def asked_of_step(job: Job, meta: MetaModel, *, stages: Collection[int]) -> Aske
     )
 
 
-def log_flops(ledger: FlopsLedger, *, document_mask: bool) -> None:
-    """Log the FLOPs per token by precision, and what the count assumes."""
+def log_flops(ledger: FlopsLedger) -> None:
+    """Log the FLOPs per token by precision."""
     shares = (f"{n / ledger.total:.2%} {name}" for name, n in ledger.by_precision.items() if n)
     line = f"{ledger.total:,} FLOPs per token: {', '.join(shares)}"
     if ledger.emulated:
         line += f" (float8, emulated, counts as {ledger.fp8_runs_in})"
     if recomputed := sum(ledger.recompute.values()):
         line += f"; {recomputed / ledger.total:.2%} more are recomputed"
-    if document_mask:
-        line += "; mfu_documents counts attention within documents only"
     logger.info(line)
