@@ -12,13 +12,6 @@ from typing import Any
 from .sections import Config
 from .types import Section
 
-LIMITS = {
-    "minimum": "at least",
-    "exclusiveMinimum": "above",
-    "maximum": "at most",
-    "exclusiveMaximum": "below",
-}
-"""Words for the limits of a number in JSON Schema."""
 INTRODUCTION = """\
 options: --job.config_file FILE.toml [--table.key value ...]
 
@@ -40,8 +33,6 @@ This page is generated: `torchtitan-lite schema --markdown > docs/config.md`.
 ```text
 {}```
 """
-
-
 Values = Mapping[str, Any]
 """Values by `[table] key`."""
 
@@ -112,10 +103,6 @@ def _build_keys(table: str, section: type[Section]) -> Iterator[Key]:
         if choices and kind == "array":
             type_text = f"array of {type_text}"
 
-        doc = " ".join(field["description"].split())
-        limits = [f"{words} {value[rule]:,.12g}" for rule, words in LIMITS.items() if rule in value]
-        if limits:
-            doc += f" {', '.join(limits).capitalize()}."
         yield Key(
             table=table,
             name=name,
@@ -124,7 +111,7 @@ def _build_keys(table: str, section: type[Section]) -> Iterator[Key]:
             choices=choices,
             optional=value is not field,
             default=field["default"],
-            doc=doc,
+            doc=" ".join(field["description"].split()),
         )
 
 
