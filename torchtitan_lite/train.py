@@ -29,7 +29,7 @@ from torchtitan_lite.base.errors import (
 )
 from torchtitan_lite.base.files import allow_open_files, own_sources
 from torchtitan_lite.base.logger import init_logger, logger
-from torchtitan_lite.catalog.run_files import RECORDS, WRITERS
+from torchtitan_lite.catalog.run_files import RECORDS, WANDB_FOLDER
 from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts
 from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.manifest import installed_versions
@@ -148,10 +148,10 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
 
 def run_entries(config: Config) -> list[str]:
     """Return the names of the files and folders that this run writes in its run folder."""
-    metrics = config.metrics
     return [
         *(f"{record}.jsonl" for record in RECORDS),
-        *(metrics.folder_of(writer) for writer in WRITERS),
+        config.metrics.save_tb_folder,
+        WANDB_FOLDER,
         config.checkpoint.folder,
         config.profiling.save_traces_folder,
         config.profiling.save_memory_snapshot_folder,

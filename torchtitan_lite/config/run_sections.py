@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from torchtitan_lite.catalog.run_files import WRITERS, CurveWriter
-
 from .types import (
     AllOrCount,
     Count,
@@ -113,16 +111,6 @@ class MetricsConfig(Section):
     """Dense float8 peak of a device; unset: the data sheet's."""
     measure_peak: bool = False
     """Time matmuls at start, at most 2 s, and log mfu_achievable relative to them."""
-
-    @property
-    def writers(self) -> list[CurveWriter]:
-        """The writers of curves that are turned on."""
-        return [writer for writer in WRITERS if getattr(self, writer.key)]
-
-    def folder_of(self, writer: CurveWriter) -> str:
-        """Return the name of a writer's folder in the run folder."""
-        chosen: str = getattr(self, writer.folder_key) if writer.folder_key else writer.folder
-        return chosen
 
 
 class ProfilingConfig(Section):

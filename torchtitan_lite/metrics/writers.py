@@ -15,7 +15,7 @@ from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import strict_json
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.terminal import clean
-from torchtitan_lite.catalog.run_files import RECORDS, RecordKind
+from torchtitan_lite.catalog.run_files import RECORDS, WANDB_FOLDER, RecordKind
 from torchtitan_lite.config import MetricsConfig
 
 from .base_writer import Writer, WrittenRun
@@ -27,10 +27,6 @@ from .wandb_writer import WandbWriter
 
 COLORS = (31, 32, 33, 34, 35, 36)
 """ANSI codes of the foreground colours from red to cyan."""
-CURVE_WRITERS: dict[str, type[TensorBoardWriter | WandbWriter]] = {
-    writer.spare: writer for writer in (TensorBoardWriter, WandbWriter)
-}
-"""The classes of catalog.run_files.WRITERS, by name."""
 
 
 def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
@@ -47,23 +43,27 @@ def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
 
     # Curves, of each rank in a folder of its own or of rank 0 alone.
     own = f"rank_{run.rank}" if metrics.save_for_all_ranks else ""
-    for row in metrics.writers:
+    curves: list[tuple[type[TensorBoardWriter | WandbWriter], str]] = []
+    if metrics.enable_tensorboard:
+        curves.append((TensorBoardWriter, metrics.save_tb_folder))
+    if metrics.enable_wandb:
+        curves.append((WandbWriter, WANDB_FOLDER))
+    for writer, folder in curves:
         try:
-            writers.append(CURVE_WRITERS[row.name](run, folder=metrics.folder_of(row), own=own))
+            writers.append(writer(run, folder=folder, own=own))
         except OSError as error:
-            warn_left_out(row.name, error)
+            warn_left_out(writer.spare, error)
     return writers
 
 
 def check_writers_installed(metrics: MetricsConfig) -> None:
     """Raise ConfigError if a writer is turned on whose package is not installed."""
     # wandb creates a folder "wandb" where it runs, which Python finds as a namespace package.
-    for row in metrics.writers:
-        if row.package and getattr(find_spec(row.package), "origin", None) is None:
-            raise ConfigError(
-                f"[metrics] {row.key} = true needs {row.package}, which is not installed: "
-                f'pip install "torchtitan-lite[{row.package}]", or set it to false.'
-            )
+    if metrics.enable_wandb and getattr(find_spec("wandb"), "origin", None) is None:
+        raise ConfigError(
+            "[metrics] enable_wandb = true needs wandb, which is not installed: "
+            'pip install "torchtitan-lite[wandb]", or set it to false.'
+        )
 
 
 def warn_left_out(name: str, error: Exception) -> None:
