@@ -1,7 +1,4 @@
-"""Named datasets, of which `[training] dataset` and `[validation] dataset` name one.
-
-To add a dataset, add a row to DATASETS. The config validates names without importing torch.
-"""
+"""Named datasets, of which `[training] dataset` and `[validation] dataset` name one."""
 
 import sysconfig
 from dataclasses import dataclass

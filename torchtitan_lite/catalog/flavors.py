@@ -1,5 +1,4 @@
-"""Dimensions, linear names and linear shapes of every Llama flavor. Standard library only, so
-that a config is checked without importing torch.
+"""Dimensions, linear names and linear shapes of every Llama flavor.
 
 Shapes: D dim, H heads, K key-value heads, Q head_dim, F ffn_dim, V vocab_size.
 """

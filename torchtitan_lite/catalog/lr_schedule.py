@@ -1,8 +1,5 @@
-"""The learning rate as a pure function of the step: warm-up, constant phase, decay.
-
-Warmup-stable-decay schedule of MiniCPM (arXiv 2404.06395). Imports no torch: `config` takes the
-choices of [lr_scheduler] decay_type from DECAYS.
-"""
+"""The learning rate as a pure function of the step: warm-up, constant phase, decay, as in MiniCPM
+(arXiv 2404.06395)."""
 
 import math
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""Numbers that follow from the config: dimensions of the model, parallel degrees, batch sizes,
-shares of a dataset mix."""
+"""Numbers that follow from the config: dimensions, degrees, batch sizes, shares of datasets."""
 
 import math
 from collections.abc import Sequence
@@ -57,9 +56,8 @@ class BatchSizes:
 def resolve_model(model: ModelConfig) -> ModelArgs:
     """Return the dimensions of the flavor as changed by the other keys; without a flavor, theirs.
 
-    `vocab_size` is 0 if it is the tokenizer's. `max_seq_len` is the longest sequence that the
-    rotary embeddings are made for; with other ones than the flavor's there is no limit. Raises
-    ConfigError for an unknown flavor and for dimensions that fit no model.
+    `vocab_size` is 0 if it is the tokenizer's. `max_seq_len` is the flavor's limit; other rotary
+    embeddings have none. Raises ConfigError for an unknown flavor and dimensions that do not fit.
     """
     given = model.overrides
     if (scaling := given.get("rope_scaling")) is not None:
@@ -109,8 +107,7 @@ def _check_dimensions(args: ModelArgs) -> None:
 def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> ParallelDegrees:
     """Return the degrees, with -1 replaced by the number of ranks left.
 
-    Raises ConfigError unless the product of the degrees is the world size.
-    """
+    Raises ConfigError unless their product is the world size."""
     names = ("data_parallel_replicate", "pipeline_parallel", "context_parallel", "tensor_parallel")
     degrees = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in names}
     product = math.prod(degrees.values())
@@ -141,9 +138,8 @@ def resolve_batch(
 ) -> BatchSizes:
     """Return the batch sizes, with a global batch size of -1 replaced.
 
-    Raises ConfigError if the global batch is not a whole number of local batches, or a local batch
-    of a pipeline's microbatches.
-    """
+    Raises ConfigError unless the global batch is a whole number of local batches, and a local batch
+    of a pipeline's microbatches."""
     local, total = training.local_batch_size, training.global_batch_size
     one_pass = local * dp_degree
     if total == -1:
@@ -166,11 +162,8 @@ def resolve_batch(
 
 
 def resolve_shares(datasets: Sequence[DatasetConfig]) -> tuple[int, ...]:
-    """Return the weights of the datasets as the smallest whole numbers in that proportion.
-
-    Without a list of datasets there is one dataset, and the result is (1,). Raises ConfigError if
-    the numbers add up to more than MAX_PERIOD.
-    """
+    """Return the weights of the datasets as the smallest whole numbers in that proportion; (1,)
+    without a list. Raises ConfigError if they add up to more than MAX_PERIOD."""
     weights = [Fraction(str(dataset.weight)) for dataset in datasets] or [Fraction(1)]
     common = math.lcm(*(weight.denominator for weight in weights))  # 0.3 is exactly 3/10
     whole = [int(weight * common) for weight in weights]

@@ -155,10 +155,8 @@ OWN_NAMES = (
 
 
 def check_config(config: Config, *, world_size: int, unsound: Collection[str] = ()) -> list[str]:
-    """Return a message for each rule that the config breaks.
-
-    Rules that read a table in `unsound`, one with invalid values, are skipped.
-    """
+    """Return a message for each rule that the config breaks, except rules that read a table in
+    `unsound`, one with invalid values."""
     values = flat_config(config.model_dump())
     messages = chain(
         _check_layout(config, values, world_size),
@@ -224,10 +222,8 @@ def _check_microbatches(values: Values, number: int) -> Iterator[str]:
 
 
 def check_decay(schedule: LRSchedulerConfig, *, steps: int) -> Iterator[str]:
-    """Yield a message if the decay of a run of `steps` begins before its warm-up ends.
-
-    A run shorter than its warm-up only warms up, so that a short trial needs no other schedule.
-    """
+    """Yield a message if the decay of a run of `steps` begins before its warm-up ends. A run that
+    is shorter than its warm-up, such as a trial, only warms up."""
     total, warmup = schedule.total_steps or steps, schedule.warmup_steps
     decay = round(total * (schedule.decay_ratio or 0.0))
     if warmup < total < warmup + decay:

@@ -1,5 +1,4 @@
-"""The course of a run: its batches, its last step and its learning rates, and how a resume keeps or
-changes them."""
+"""The course of a run: its batches and learning rates, and how a resume keeps or changes them."""
 
 from dataclasses import dataclass
 

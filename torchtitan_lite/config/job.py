@@ -37,8 +37,7 @@ class TokenizerValues:
 class Job:
     """A run: its config and the numbers that follow from it.
 
-    `build_job` derives it. `planner.resolve_auto` replaces the config's "auto" values, and the
-    result is the only one that is trained, written and shown.
+    `planner.resolve_auto` replaces "auto" values; its result is what is trained, written and shown.
     """
 
     config: Config
@@ -108,8 +107,7 @@ class Job:
         )
 
     def hparams(self) -> dict[str, bool | float | str]:
-        """Return the settings worth comparing between runs, for TensorBoard's HParams page and
-        wandb."""
+        """Return the settings worth comparing between runs, for TensorBoard and wandb."""
         config, float8 = self.config, self.config.float8
         degrees = dataclasses.asdict(self.degrees)
         split = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
@@ -129,11 +127,8 @@ class Job:
 
 
 def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) -> Job:
-    """Derive the job of a run with `world_size` processes.
-
-    Raises ConfigError if the degrees or batch sizes do not fit the processes, or if the tokenizer
-    has more ids than the model.
-    """
+    """Derive the job of a run with `world_size` processes. Raises ConfigError if degrees or batch
+    sizes do not fit them, or if the tokenizer has more ids than the model."""
     degrees = resolve_degrees(config.parallelism, world_size=world_size)
     batch = resolve_batch(config.training, config.parallelism, dp_degree=degrees.dp)
     shares = resolve_shares(config.training.datasets)

@@ -91,10 +91,8 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
-    """Return the config file, the overrides, and a message for each invalid word.
-
-    Raises ConfigError if there is no config file, or if a word is not UTF-8.
-    """
+    """Return the config file, the overrides, and a message for each invalid word. Raises
+    ConfigError if there is no config file, or if a word is not UTF-8."""
     for word in argv:
         if word != word.encode(errors="replace").decode():
             raise ConfigError(f"{ascii(word)} on the command line is not UTF-8")
@@ -141,9 +139,7 @@ def given_keys(argv: Sequence[str]) -> set[str]:
 def _parse(text: str, key: Key | None) -> object:
     """Parse a word as TOML, but allow unquoted strings, and numbers such as .1 and 1.
 
-    Empty text, or None, unsets an optional key. Text that is not TOML is returned; validation
-    rejects it, unless the key is a list.
-    """
+    Empty text, or None, unsets an optional key. Text that is not TOML is left to validation."""
     if key and key.optional and text in ("", "None"):
         return None
     if key and key.kind == "string" and not text.startswith(('"', "'")):

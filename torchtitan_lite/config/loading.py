@@ -26,10 +26,8 @@ from .sections import Config
 
 
 def load_config(argv: list[str], *, world_size: int) -> Config:
-    """Return the config that a command line describes, for a run of `world_size` processes.
-
-    Raises one ConfigError that lists every error, one a line.
-    """
+    """Return the config that a command line describes, for a run of `world_size` processes. Raises
+    one ConfigError that lists every error, one a line."""
     # Merge the layers, later ones over earlier ones.
     path, overrides, problems = read_command_line(argv)
     settings: Layer = {}
@@ -69,11 +67,8 @@ def check_model_table(model: Mapping[str, object], *, source: str) -> None:
 
 
 def shared_settings(config: Config) -> dict[str, str]:
-    """Return the values, as text by `[table] key`, on which all ranks must agree.
-
-    Paths of tokenizers and data may differ between nodes: their contents are compared by
-    fingerprint.
-    """
+    """Return the values, as text by `[table] key`, on which all ranks must agree: all but the paths
+    of tokenizers and data, whose contents are compared by fingerprint."""
     tables = config.model_dump(
         exclude={
             "model": {"tokenizer_path"},

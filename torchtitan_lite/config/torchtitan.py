@@ -1,8 +1,5 @@
-"""The keys of torchtitan, from before v0.1.0 to v0.2.2, that this project does not have.
-
-ALIASES and MOVED list the keys and tables that have another name here. FOREIGN lists the keys
-without a counterpart here.
-"""
+"""The keys of torchtitan, from before v0.1.0 to v0.2.2, that this project does not have. ALIASES and
+MOVED have another name here; FOREIGN have no counterpart."""
 
 from fnmatch import fnmatchcase
 from typing import NamedTuple
