@@ -11,7 +11,6 @@ Files are read, not mapped into memory: the process would be killed if a mapped 
 import hashlib
 import os
 from bisect import bisect_right
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 from pydantic import TypeAdapter
 
 from torchtitan_lite.base.errors import DataError, StorageError
-from torchtitan_lite.base.files import ABSENT, storage_fix, usable_cores
+from torchtitan_lite.base.files import ABSENT, storage_fix
 from torchtitan_lite.base.jsonfile import (
     STRICT,
     Count,
@@ -169,12 +168,8 @@ def verify_store(folder: Path) -> list[str]:
     """Read a whole store, and list what is wrong with it. Raises DataError for its manifest."""
     manifest = read_manifest(folder)
     problems = wrong_sizes(folder, manifest)
-    hashes = {name: sha256 for name, (_, sha256) in manifest.files().items()}
-    whole = [name for name in hashes if name not in problems]
-    with ThreadPoolExecutor(len(usable_cores())) as threads:
-        found = threads.map(lambda name: hash_file(folder / name), whole)
-    for name, sha256 in zip(whole, found, strict=True):
-        if sha256 != hashes[name]:
+    for name, (_, sha256) in manifest.files().items():
+        if name not in problems and hash_file(folder / name) != sha256:
             problems[name] = f"{name}: its contents have changed"
     return list(problems.values())
 
