@@ -192,16 +192,13 @@ def read_tiktoken(content: bytes) -> Vocabulary:
 def _read_ranks(content: bytes) -> dict[bytes, int]:
     """Return the rank of each token. tiktoken's own reader caches files, and would go on with its
     copy after a file has changed."""
-    ranks: dict[bytes, int] = {}
-    for rank, line in enumerate(content.splitlines()):
-        try:
-            token = base64.b64decode(line.partition(b" ")[0], validate=True)
-        except ValueError:
-            token = b""
-        if token in ranks or line != base64.b64encode(token) + b" %d" % rank:
-            problem = f"line {rank + 1} is not a new token in base64, a space and the rank {rank}"
-            raise ValueError(f"is not a whole tiktoken file: {problem}")
-        ranks[token] = rank
+    try:
+        pairs = [line.split() for line in content.splitlines()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:
+        raise ValueError(f"is not a whole tiktoken file: {error}") from error
+    if list(ranks.values()) != list(range(len(pairs))):
+        raise ValueError("is not a whole tiktoken file: ranks are missing, or tokens stand twice")
     if missing := 256 - sum(bytes([byte]) in ranks for byte in range(256)):
         raise ValueError(f"is not a whole tiktoken file: {missing} of the 256 bytes are no token")
     return ranks
