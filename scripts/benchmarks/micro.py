@@ -141,7 +141,7 @@ def report_data(options: argparse.Namespace, overrides: list[str]) -> None:
             pairs=options.pairs,
         )
         print(
-            f"rate of a store made by {cores} processes over {cores} x the tokenizer's: "
+            f"rate of a store made by {cores} threads over {cores} x the tokenizer's: "
             f"{Ratios.of(alone, made)}"
         )
 
