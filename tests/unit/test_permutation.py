@@ -4,7 +4,6 @@ shuffle."""
 import math
 from fractions import Fraction
 from hashlib import shake_256
-from itertools import permutations
 
 import numpy as np
 import pytest
@@ -81,10 +80,6 @@ def test_against_reference(n):
     assert Permutation(n, key="k")(indices).tolist() == [reference(n, "k", int(i)) for i in indices]
 
 
-def test_every_order_of_three_occurs():
-    assert {tuple(order(3, key)) for key in range(100)} == {*permutations(range(3))}
-
-
 def test_orders_of_two_keys_are_unrelated():
     n = 10_000
     first, second = order(n, "seed 0 epoch 0"), order(n, "seed 0 epoch 1")
@@ -113,9 +108,3 @@ def test_as_random_as_a_shuffle(n):
     assert abs(fixed_points.mean() - 1) < 5 / np.sqrt(200)
     first = orders[:, 0] / (n - 1)
     assert abs(first.mean() - 0.5) < 5 * np.sqrt(1 / 12 / 200)
-
-
-@pytest.mark.parametrize("n", [0, 2**62 + 1])
-def test_sizes_it_is_not_made_for(n):
-    with pytest.raises(AssertionError, match=f"no permutation of {n} indices"):
-        Permutation(n, key="k")
