@@ -1,4 +1,4 @@
-"""Check what works on this machine by running it: matmuls, two ranks, the compiler, the disk.
+"""Check what works on this machine: two ranks, the compiler, matmuls, the disk.
 
 Exit codes: 1 if training does not work here.
 """

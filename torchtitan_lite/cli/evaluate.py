@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint or a Hugging Face model on a text: loss, perplexity, bits per byte.
+"""Evaluate a model on a text: loss, perplexity, bits per byte.
 
 SOURCE is a step's folder, a run folder (its newest checkpoint), or a Hugging Face folder. One
 process computes on one device, in the run's precisions and with its float8 linears.
