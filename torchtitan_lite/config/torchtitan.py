@@ -1,5 +1,6 @@
-"""The keys of torchtitan, from before v0.1.0 to v0.2.2, that this project does not have. ALIASES and
-MOVED have another name here; FOREIGN have no counterpart."""
+"""The keys of torchtitan, from before v0.1.0 to v0.2.2, that this project does not have.
+
+ALIASES and MOVED have another name here; FOREIGN have no counterpart."""
 
 from fnmatch import fnmatchcase
 from typing import NamedTuple
