@@ -155,7 +155,7 @@ def names(path: Path) -> list[str]:
 
 def test_a_folder_that_no_run_wrote_is_left_alone(world, tmp_path):
     (tmp_path / "config.toml").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds config\.toml, but no valid status\.json"):
+    with pytest.raises(ConfigError, match=r"holds config\.toml, and no valid status\.json"):
         opened_step(tmp_path)
     with pytest.raises(CheckpointError, match="load_step = 7: .* no checkpoint of that step"):
         opened_step(tmp_path, load_step=7)
@@ -189,7 +189,7 @@ def test_a_linked_folder_of_checkpoints_stays_linked(world, tmp_path):
     assert opened_step(path) == 0
     write_checkpoint(disk, 10)
     assert opened_step(path) == 10
-    with pytest.raises(ConfigError, match="holds checkpoint, a link to .*/disk, .* not empty"):
+    with pytest.raises(ConfigError, match="holds checkpoint, and files behind a link cannot"):
         opened_step(path, load_step=0)
     assert "step-00000010" in names(disk) and (path / "checkpoint").is_symlink()
 

@@ -75,9 +75,8 @@ class RunFolder:
             found = _occupied(self.path, [*entries, CONFIG_FILE, STATUS_FILE])
             if before is None and found:
                 raise ConfigError(
-                    f'[job] dump_folder = "{self.path}" holds {", ".join(found)}, but no valid '
-                    f"{STATUS_FILE} of a run, so no run may have written that; move it elsewhere, "
-                    "or name another folder."
+                    f'[job] dump_folder = "{self.path}" holds {", ".join(found)}, and no valid '
+                    f"{STATUS_FILE} of a run; move that elsewhere, or name another folder."
                 )
             if before is not None and not resumes:
                 _move_to_previous(self.path, found, started=before.started)
@@ -206,9 +205,8 @@ def _move_to_previous(path: Path, entries: list[str], *, started: float) -> None
     Raises ConfigError for a link, because its target would not move."""
     if links := [entry for entry in entries if (path / entry).is_symlink()]:
         raise ConfigError(
-            f'[job] dump_folder = "{path}" holds {links[0]}, a link to '
-            f"{(path / links[0]).readlink()}, which is not empty; a new run cannot move the files "
-            "behind a link to previous/: link an empty folder, or name another dump_folder."
+            f'[job] dump_folder = "{path}" holds {links[0]}, and files behind a link cannot move '
+            "to previous/; move that elsewhere, or name another folder."
         )
     target = path / "previous" / time_name(started)
     for entry in entries:
