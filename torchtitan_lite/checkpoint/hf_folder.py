@@ -17,7 +17,6 @@ from torch import Tensor
 
 from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import CheckpointError
-from torchtitan_lite.base.files import ABSENT, storage_fix
 from torchtitan_lite.base.jsonfile import read_json_object, regular_size
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
@@ -196,19 +195,10 @@ def hf_errors(path: Path) -> Iterator[None]:
     """Turn an error in reading a file of a Hugging Face model into a CheckpointError."""
     try:
         yield
-    except OSError as error:
-        fix = (
-            "name the folder of a whole Hugging Face model, with safetensors files (transformers' "
-            "save_pretrained writes one of pickled weights, or of a merged LoRA adapter)"
-        )
-        if error.errno and not isinstance(error, ABSENT):
-            fix = storage_fix(error)
-        raise CheckpointError(
-            f"{path} cannot be read: {error.strerror or error}; {fix}."
-        ) from error
     except Exception as error:  # a malformed file can raise any
-        reason = " ".join(str(error).split())[:300]
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
         raise CheckpointError(
-            f"{path} cannot be loaded: {reason}; use a Llama 2, 3, 3.1 or 3.2 model, or if the "
+            f"{path} cannot be loaded: {reason}; name the folder of a whole Llama 2, 3, 3.1 or 3.2 "
+            "model with safetensors files (transformers' save_pretrained writes one), or if the "
             "file is damaged, download it again."
         ) from error
