@@ -87,7 +87,7 @@ def _rates(results: Results) -> list[str]:
             f"{value:.3g}",
             f"{published[name].value:.3g}",
             f"{value / published[name].value:.3f}",
-            "guess" if published[name].guessed else published[name].source,
+            published[name].source,
         ]
         for name, value in results["rates"].items()
     ]

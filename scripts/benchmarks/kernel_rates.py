@@ -23,23 +23,22 @@ Measurement = Mapping[str, Any]  # a line of kernel_times.py
 
 
 def _gemm(roofline: Roofline, sizes: Mapping[str, int], **options: Any) -> float:
-    return roofline.gemm(sizes["rows"], sizes["columns"], sizes["inner"], **options).seconds
+    return roofline.gemm_s(sizes["rows"], sizes["columns"], sizes["inner"], **options)
 
 
 def _move(roofline: Roofline, nbytes: float, kind: str) -> float:
     rates = roofline.rates
-    return roofline.move(nbytes * rates.contiguous / getattr(rates, kind), 1).seconds
+    return roofline.move_s(nbytes * rates.contiguous / getattr(rates, kind))
 
 
 def _attention(roofline: Roofline, kernel: str) -> float:
     """Seconds of a layer."""
     at = replace(roofline, attention_kernel=kernel)
-    return at.attention().both.seconds / at.job.model_args.n_layers
+    return at.attention().both / at.job.model_args.n_layers
 
 
 PREDICTED: dict[str, Callable[[Roofline, Mapping[str, int]], float]] = {
-    "kernel_seconds": lambda at, sizes: at.move(0, 1).seconds,
-    "host_seconds_per_kernel": lambda at, sizes: at.rates.host_seconds_per_kernel,
+    "kernel_seconds": lambda at, sizes: at.move_s(0),
     "contiguous": lambda at, sizes: _move(at, sizes["bytes"], "contiguous"),
     "transposing": lambda at, sizes: _move(at, sizes["bytes"], "transposing"),
     "strided": lambda at, sizes: _move(at, sizes["bytes"], "strided"),

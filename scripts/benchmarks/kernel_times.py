@@ -33,7 +33,6 @@ TIMINGS, TIMING_S, MOST_CALLS = 7, 0.05, 100
 """Timings of each kernel, and seconds and calls in each."""
 SLEEP_CYCLES = 2_000_000
 """About a millisecond, in which the host launches ahead of the device."""
-HOST_KERNELS = 64
 COMPARED = {
     "outer_vector": "scales of rows within a float8 matmul that accumulates in float32",
     "rescaled": "torchao's way to the same: a matmul without scales, and a pass that multiplies",
@@ -256,21 +255,6 @@ def time_prepared(ready: Callable[[], Call]) -> list[float]:
     return time_on_device(ready())
 
 
-def time_on_host() -> list[float]:
-    """Return host seconds of a kernel in compiled code: its launch and its output's allocation,
-    several times. Kernels that share no input are not fused."""
-    inputs = [torch.zeros(1, device="cuda") for _ in range(HOST_KERNELS)]
-    compiled = torch.compile(lambda inputs: [each.sin() for each in inputs])
-    compiled(inputs)
-    seconds = []
-    for _ in range(TIMINGS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        compiled(inputs)
-        seconds.append((time.perf_counter() - began) / HOST_KERNELS)
-    return seconds
-
-
 def write(stream: TextIO, described: dict[str, Any], measure: Callable[[], list[float]]) -> None:
     """Write a measurement as a line at once, or why there is none."""
     try:
@@ -309,8 +293,6 @@ def main(argv: list[str]) -> None:
     with options.file.open("w") as stream:
         for described, ready in prepare(FLAVORS[FLAVOR], TOKENS):
             write(stream, described, partial(time_prepared, ready))
-        host = {"kind": "host_seconds_per_kernel", "what": "launch", "count": 1, "sizes": {}}
-        write(stream, host, time_on_host)
 
 
 if __name__ == "__main__":

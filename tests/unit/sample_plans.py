@@ -45,14 +45,11 @@ RATES = Rates(
     transposing=0.6,
     strided=0.4,
     kernel_seconds=2e-6,
-    host_seconds_per_kernel=8e-6,
     host_seconds_per_block=2e-3,
-    host_seconds_per_parameter=0.5e-3,
     link=0.8,  # 400 GB/s
     network=0.9,  # 45 GB/s
     collective_seconds=7e-6,
-    link_hop_seconds=2e-6,
-    network_hop_seconds=5e-6,
+    hop_seconds=2e-6,
     small_reduction_seconds=20e-6,
     slowest_device=1.125,
     overlap_slowdown=0.125,
@@ -91,6 +88,7 @@ def roofline_of(
     rates: Rates | None = None,
     degrees: tuple[int, int, int] = (1, 1, 1),
     cp: int = 1,
+    pp: int = 1,
     compiled: bool = True,
     recomputed: Collection[str] = (),
     **tables: dict[str, Any],
@@ -106,6 +104,6 @@ def roofline_of(
         | tables
         | {"training": {"seq_len": tokens, "local_batch_size": 1} | tables.get("training", {})}
     )
-    job = job_of(config, replace(args, max_seq_len=tokens), degrees=degrees, cp=cp)
+    job = job_of(config, replace(args, max_seq_len=tokens), degrees=degrees, cp=cp, pp=pp)
     rates = rates or (RATES if device.name == DEVICE.name else rates_of(device))
     return Roofline(device, rates, job, frozenset(recomputed))

@@ -12,7 +12,7 @@ from sample_plans import H100
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.config import Config
-from torchtitan_lite.planner.constants import move_constants, rates_of
+from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.measured import add_measured
 from torchtitan_lite.planner.plan import find_device, make_plan
 from torchtitan_lite.planner.report import format_plan
@@ -49,14 +49,11 @@ def measured(tmp_path: Path) -> DeviceSpec:
 # ----- add_measured -----
 
 
-def test_measured_rates_replace_published_ones_and_have_no_ends(measured: DeviceSpec) -> None:
+def test_measured_rates_replace_published_ones(measured: DeviceSpec) -> None:
     expected = asdict(rates_of(H100)) | RESULTS["rates"]
     assert asdict(rates_of(measured)) == expected
     assert rates_of(H100).bf16_matmul == 0.77
     assert replace(measured, measured=()) == H100
-    before, after = (move_constants(each, rates_of(each)) for each in (H100, measured))
-    assert before.keys() - after.keys() == {"bf16_matmul", "fp8_matmul"}
-    assert after.keys() < before.keys()
 
 
 @pytest.mark.parametrize(
@@ -66,16 +63,16 @@ def test_measured_rates_replace_published_ones_and_have_no_ends(measured: Device
         ({"version": True}, "is of version True"),
         ({"version": 1.0}, "is of version 1.0"),
         ({"rates": {"bf16_matmul": "0.7"}}, "rates.bf16_matmul: .* valid number"),
-        ({"rates": {"link": float("nan")}}, "rates.link = nan is not between 0.001 and 1.1; meas"),
+        ({"rates": {"link": float("nan")}}, "rates.link = nan is not between 0.001 and 1.1; name"),
         ({"rates": {"link": 1.2}}, "rates.link = 1.2 is not between"),
         ({"rates": {"link": 0.001}}, "rates.link = 0.001 is not between"),
         ({"rates": {"kernel_seconds": 0.2}}, "rates.kernel_seconds = 0.2 .* between 0 and 0.1;"),
         ({"rates": {"kernel_seconds": 0}}, "rates.kernel_seconds = 0 is not between"),
-        ({"rates": {"row_scales": 0.4}}, "rates.row_scales = 0.4 is not between 0.5 and 10; meas"),
+        ({"rates": {"row_scales": 0.4}}, "rates.row_scales = 0.4 is not between 0.5 and 10; name"),
         ({"rates": {"slowest_device": 11}}, "rates.slowest_device = 11 is not between 0.5 and 10"),
-        ({"rates": {"warp": 0.5, "bf16_matmul": 0.5}}, "has no constants warp; measure with"),
+        ({"rates": {"warp": 0.5, "bf16_matmul": 0.5}}, "has no constants warp; name a"),
         ({"rates": None}, "rates: .* valid dictionary"),
-        ({"device": "NVIDIA H200"}, 'of device "NVIDIA H200", .* for "H100 SXM"; plan for that'),
+        ({"device": "NVIDIA H200"}, 'of device "NVIDIA H200", .* for "H100 SXM"; name a'),
         ({"device": "a toaster"}, 'is of device "a toaster"'),
     ],
 )
@@ -92,7 +89,7 @@ def test_a_file_that_is_no_results_file_is_refused(tmp_path: Path) -> None:
     for content, reason in ((None, "No such file"), ("[]", "not a JSON object"), ("{", "not JSON")):
         if content is not None:
             path.write_text(content)
-        with pytest.raises(ConfigError, match=f"{reason}.*; name a results.json of scripts/gpu_da"):
+        with pytest.raises(ConfigError, match=f"{reason}.*; name a results.json that"):
             add_measured(H100, path)
 
 
@@ -116,19 +113,16 @@ def test_a_plan_uses_what_was_measured_and_says_so(measured: DeviceSpec) -> None
     plans = [make_plan(config, world_size=8, device=each) for each in (H100, measured)]
     published, found = plans
 
-    # Matmuls in float8 are faster, and those in bf16 slower; the band is narrower.
+    # Matmuls in float8 are faster, and those in bf16 slower.
     for kind, faster in (("float8", True), ("bf16", False)):
-        times = [each["prediction"][kind]["device_parts_s"]["linears"] for each in plans]
+        times = [each["prediction"][kind]["compute_s"]["linears"] for each in plans]
         assert (times[1] < times[0]) is faster
-    bands = [each["schedule"]["tps_band"] for each in plans]
-    assert bands[1][1] / bands[1][0] < bands[0][1] / bands[0][0]
 
     source = "measured on NVIDIA H100 80GB HBM3, 2026-11-23T12:00:00+00:00"
     assert found["measured"] == [
         {"name": name, "value": value, "source": source} for name, value in RESULTS["rates"].items()
     ]
     assert published["measured"] == []
-    assert not {"bf16_matmul", "fp8_matmul"} & {each["name"] for each in found["assumed"]}
     text = " ".join(format_plan(found).split())
     assert f"{source}: bf16_matmul 0.7, fp8_matmul 0.75, kernel_seconds 1e-06." in text
     assert "2026-11-23" not in format_plan(published)

@@ -39,7 +39,6 @@ FLAGS = {
     "json": "print every number; docs/plan.md documents the keys",
 }
 MOST_DEVICES = 10**6
-KERNELS = ("cudnn", "flash", "flex")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -53,8 +52,6 @@ def add_arguments(parser: Parser) -> None:
         option(f"--{name}", type=float, metavar="X", help=text)
     text = "results of scripts/gpu_day.sh on this GPU, whose rates replace published ones"
     option("--measured", type=Path, metavar="FILE", help=text)
-    text = f"attention: {', '.join(KERNELS)} (default: what PyTorch takes there)"
-    option("--attention", default="", metavar="KERNEL", help=text)
     for name, text in FLAGS.items():
         option(f"--{name}", action="store_true", help=text)
     parser.set_defaults(world_size=8)
@@ -71,9 +68,6 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name.replace("-", "_"))
         if value is not None and not 1e-6 <= value <= 1e9:
             raise ConfigError(f"--{name} {value} must be a positive number, 1e-06 to 1e+09")
-    if options.attention not in ("", *KERNELS):
-        kernels = ", ".join(KERNELS)
-        raise ConfigError(f"--attention {options.attention} is not a kernel; use one of {kernels}")
     if options.search and options.tps is not None:
         raise ConfigError(f"--tps {options.tps} is of one layout, and --search compares; drop one")
     if options.longest and (options.search or options.tps is not None):
@@ -86,37 +80,27 @@ def check_options(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the plan, or the answer of a search. Raises RunError."""
     # Imported here because torch takes seconds to import.
-    from torchtitan_lite.planner.longest import START, format_longest, make_longest
+    from torchtitan_lite.planner import report
     from torchtitan_lite.planner.measured import add_measured
     from torchtitan_lite.planner.plan import find_device, make_plan
-    from torchtitan_lite.planner.report import format_plan
-    from torchtitan_lite.planner.search import Space, make_search
-    from torchtitan_lite.planner.search_report import format_search
+    from torchtitan_lite.planner.search import START, Space, make_longest, make_search
 
     check_options(options)
-    words = options.overrides
-    replaced = START if options.longest else ()
-    config = load_config([*words, *replaced], world_size=options.world_size)
+    words, world_size = options.overrides, options.world_size
+    config = load_config([*words, *(START if options.longest else ())], world_size=world_size)
     given = {field: getattr(options, name) for name, field in DEVICE_FIELDS.items()}
     device = find_device(options.device, config.metrics, **given)
     if options.measured:
         device = add_measured(device, options.measured)
 
-    given_names, kernel = given_keys(words), options.attention
-    space = Space(config, options.world_size, device, given_names, kernel)
+    space = Space(config, world_size, device, given_keys(words))
     if options.longest:
         answer = make_longest(space)
-        text = format_longest(answer)
+        text = report.format_longest(answer)
     elif options.search:
         answer = make_search(space, gpu_hour=options.gpu_hour)
-        text = format_search(answer)
+        text = report.format_search(answer)
     else:
-        answer = make_plan(
-            config,
-            world_size=options.world_size,
-            device=device,
-            tps=options.tps,
-            attention_kernel=options.attention,
-        )
-        text = format_plan(answer)
+        answer = make_plan(config, world_size=world_size, device=device, tps=options.tps)
+        text = report.format_plan(answer)
     print_answer(options, answer, text)

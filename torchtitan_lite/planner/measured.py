@@ -43,44 +43,39 @@ def add_measured(device: DeviceSpec, path: Path) -> DeviceSpec:
         if type(version) is not int or version != VERSION:
             raise ValueError(f"is of version {version}, and version {VERSION} is read")
         found = Results.model_validate(content)
+        _check(found, device)
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ConfigError(f"--measured {path}: {reason}; measure again.") from error
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--measured {path}: {error}; name a results.json of scripts/gpu_day.sh."
+            f"--measured {path}: {error}; name a results.json that scripts/gpu_day.sh of this "
+            "version measured on this GPU."
         ) from error
+    date = "".join(filter(str.isprintable, found.date))[:40]
+    source = f"measured on {found.device}, {date}"
+    rows = ((name, value, source) for name, value in found.rates.items())
+    return replace(device, measured=tuple(rows))
 
+
+def _check(found: Results, device: DeviceSpec) -> None:
+    """Raise ValueError for results that a plan for `device` cannot use."""
     if unknown := found.rates.keys() - NAMES:
-        raise ConfigError(
-            f"--measured {path}: the planner has no constants {', '.join(sorted(unknown))}; "
-            "measure with this version."
-        )
+        raise ValueError(f"the planner has no constants {', '.join(sorted(unknown))}")
     for name, value in found.rates.items():
         low, high = _bounds(name)
         if not low < value <= high:
-            raise ConfigError(
-                f"--measured {path}: rates.{name} = {value:g} is not between {low:g} and {high:g}; "
-                "measure again."
-            )
+            raise ValueError(f"rates.{name} = {value:g} is not between {low:g} and {high:g}")
     its_device = lookup_device(found.device)
     if its_device is None or its_device.name != device.name:
-        raise ConfigError(
-            f'--measured {path} is of device "{found.device}", and the plan is for '
-            f'"{device.name}"; plan for that, or measure on this.'
-        )
+        raise ValueError(f'is of device "{found.device}", and the plan is for "{device.name}"')
     here = {name: getattr(device, name) for name in DATA_SHEET}
     if found.data_sheet != here:
-        raise ConfigError(
-            f"--measured {path} is relative to {found.data_sheet}, and the plan to {here}; leave "
-            "--bandwidth and the peaks in [metrics] out, or measure with this version."
+        raise ValueError(
+            f"is relative to {found.data_sheet}, and the plan to {here}: leave --bandwidth and the "
+            "peaks in [metrics] out"
         )
-    date = "".join(filter(str.isprintable, found.date))[:40]
-    source = f"measured on {found.device}, {date}"
-    return replace(
-        device, measured=tuple((name, value, source) for name, value in found.rates.items())
-    )
 
 
 def _bounds(name: str) -> tuple[float, float]:

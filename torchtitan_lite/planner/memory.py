@@ -1,21 +1,32 @@
-"""Estimate a rank's memory at each moment of a training step, in bytes, from shapes alone.
+"""Estimate a rank's memory at the moments of a step at which it can peak, in bytes, from shapes.
 
-The estimate excludes temporary copies of float8 casts. On CPU it also excludes packed weights and
-operands of emulated matmuls. On a GPU it excludes the CUDA context, buffers of cuBLAS and NCCL, and
-memory that the allocator reserves but does not use.
+In the backward pass activations fall from block to block and gradients grow, so that the peak is at
+its first or its last block, at the loss before it, or at the optimizer's update after it.
+
+Not counted are temporary copies of casts, the CUDA context, buffers of cuBLAS and NCCL, and memory
+that the allocator reserves but does not use: RESERVED_RATIO is for these.
+
+Shapes: N tokens of a microbatch, D dim, V vocab_size.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from torchtitan_lite.catalog.flavors import OUTPUT, block_linear_shapes
 from torchtitan_lite.catalog.schedules import SCHEDULES
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.models import loss
 
-from .attention import FLOAT32
-from .orders import in_flight, pipeline_orders
-from .rank import EMBEDDING, Group, Rank, rank_shares
+from .share import Share
+
+RESERVED_RATIO = 1.26
+"""Reserved memory over the estimated peak: the highest of eight measurements that torchtitan
+published for Llama 3 8B and 70B on 8 to 256 GPUs. It is not a bound: memory that one of FSDP's
+streams frees cannot be used by the others. Where a rank has few tokens, such fragmentation adds up
+to 4 % (4,096 tokens: 1.30) or 11 % (2,048: 1.40), counted on a fake H100 for two layers of 8B."""
+RESERVED_RATIO_WITHOUT_FSDP = 1.1
+"""The same without FSDP: 1.095 for 2 and 4 layers of 8B, 1.11 for two stages with tensor
+parallelism, counted on a fake H100."""
+FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Moment:
     optimizer_states: int
     activations: int = 0
     logits: int = 0
-    buffers: int = 0  # rotary tables; FSDP's gathers and scatters; the optimizer's copies
+    buffers: int = 0  # rotary tables; FSDP's gathers and scatters; a pipeline's receives
 
     @property
     def total(self) -> int:
@@ -37,188 +48,250 @@ class Moment:
         return states + self.activations + self.logits + self.buffers
 
 
-def _moment(rank: Rank, name: str, *, gradients: int, buffers: int = 0, **parts: int) -> Moment:
+def job_memory(job: Job, float8_linears: Collection[str]) -> list[Moment]:
+    """Return the moments of a step of `job`, which trains those kinds of linears in float8; of a
+    pipeline's ranks, those of the rank with the highest peak."""
+    shares = [Share(job, float8_linears, rank=rank) for rank in range(job.degrees.pp)]
+    ranks = map(step_memory, shares)
+    return max(ranks, key=lambda moments: max(each.total for each in moments))
+
+
+def step_memory(share: Share) -> list[Moment]:
+    """Return the moments of a step at which a rank's memory can peak, in order.
+
+    Assumes the last microbatch of a step after the first one, so that optimizer states exist."""
+    tensors = _block_tensors(share)
+    held = round(_in_flight(share) * _kept_by_blocks(share, tensors))
+
+    # At either end of the backward through the blocks: the number of blocks before, and the weights
+    # whose gradients FSDP still scatters.
+    moments = [_loss(share, held)] if share.has_output else []
+    for name, before, behind in (
+        ("last block", share.blocks - 1, max(share.output, share.block)),
+        ("first block", 0, share.block),
+    ):
+        kept = held if share.pipelined else held * before // share.blocks
+        there, scattered = _gathered(share, before), _scattered(share, behind)
+        new = _new_gradients(share, share.block, scattered)
+        whole = _whole_gradients(share, (before + 1) * share.block + share.embedding)
+        working = kept + _working(tensors, share)
+        peak, end = f"backward of the {name}", f"gradients of the {name}"
+        moments.append(_moment(share, peak, whole, activations=working, buffers=there + scattered))
+        moments.append(
+            _moment(share, end, whole, activations=kept + share.residual, buffers=there + new)
+        )
+
+    # The embedding's gradient, then the optimizer's update.
+    new = _new_gradients(share, share.embedding, _scattered(share, share.block))
+    whole = _whole_gradients(share, share.embedding)
+    moments.append(_moment(share, "gradients of the embedding", whole, buffers=new))
+    return [*moments, _moment(share, "optimizer step", _sharded(share, share.weights))]
+
+
+def _moment(share: Share, name: str, gradients: int, *, buffers: int = 0, **parts: int) -> Moment:
     """Return a moment with the rank's shards of weights and optimizer states."""
-    parameters = rank.sharded(rank.weights)
-    rotary_tables = FLOAT32 * rank.model.max_seq_len * rank.model.head_dim
+    parameters = _sharded(share, share.weights)
+    rotary_tables = FLOAT32 * share.model.max_seq_len * share.model.head_dim
+    # torch has a buffer for each microbatch that a stage receives, from either side. Looped
+    # schedules keep what it sends too.
+    sides = 2 * len(share.job.stages) // share.job.degrees.pp
+    sides -= share.has_embedding + share.has_output
+    sides *= 2 if SCHEDULES[_schedule(share)].looped else 1
+    received = share.microbatches * sides * share.residual if share.pipelined else 0
     return Moment(
         name,
         parameters,
         gradients,
-        optimizer_states=parameters * rank.state_width // rank.weight_width,
-        buffers=rotary_tables + buffers,
+        optimizer_states=parameters * share.state_width // share.weight_width,
+        buffers=rotary_tables + buffers + received,
         **parts,
     )
 
 
-def step_memory(rank: Rank) -> list[Moment]:
-    """Return the moments of a step at which memory can peak, in order: the loss; for each FSDP
-    group, the peak of its backward and the reduce-scatter of its gradients at the end; the
-    optimizer's update. The moment with the largest total is the peak of the step.
-
-    Assumes the last microbatch of a step after the first one, so that optimizer states exist. What
-    an earlier one keeps for it is added: weights that stay gathered through its backward."""
-    groups, last = rank.groups, len(rank.groups) - 1
-    # The first group whose weights are still gathered at the loss, which uses the last group's.
-    kept_from = 0 if rank.reshard == "never" else last
-    stays = rank.reshard == "never" and rank.accum_steps > 1
-    in_block = max(out * in_ for out, in_ in block_linear_shapes(rank.model).values())
-
-    kept, whole = sum(group.saved for group in groups), rank.weights
-    moments = [_loss(rank, kept_from, activations=kept, gradients=_added_up(rank, whole))]
-    for i in range(last, -1, -1):
-        group, kept = groups[i], kept - groups[i].saved
-        # Meanwhile FSDP prefetches the weights of the next group in the backward, and scatters the
-        # gradients of the previous one, i + 1.
-        next_up = max(i - 1, 0) if rank.degrees.fsdp > 1 else i
-        ahead = rank.gathered(min(kept_from, next_up), i)
-        stay = sum(each.gathered for each in groups[i + 1 :]) if stays else 0
-        in_flight = () if rank.without_fsdp else groups[i + 1 : i + 2]
-        scattering = rank.reduce_width * sum(each.weights for each in in_flight)
-
-        largest = in_block if 0 < i < last else group.weights
-        moments += _backward(
-            rank,
-            group,
-            kept=kept,
-            gradients=_added_up(rank, whole),
-            during=ahead + group.gathered + stay + scattering,
-            after=ahead + _gradients(rank, group, largest, scattering),
-        )
-        whole -= group.weights
-    return [*moments, _update(rank)]
+# ----- Weights and gradients -----
 
 
-def _backward(
-    rank: Rank, group: Group, *, kept: int, gradients: int, during: int, after: int
-) -> list[Moment]:
-    """Return the peak of a group's backward, and its end, with the buffers `during` it and `after`
-    it. The other groups keep activations of `kept` bytes."""
-    has_logits = group.name == OUTPUT and not rank.fuses_loss
-    logits = rank.width * rank.logits if has_logits else 0
-    peak = {"activations": kept + group.working, "logits": logits}
-    end = {"activations": kept + rank.residual}
-    return [
-        _moment(rank, f"backward of {group.name}", gradients=gradients, buffers=during, **peak),
-        _moment(rank, f"gradients of {group.name}", gradients=gradients, buffers=after, **end),
-    ]
+def _sharded(share: Share, weights: int) -> int:
+    """Bytes of this rank's shards of that many weights."""
+    if share.config.training.enable_cpu_offload:
+        return 0
+    return share.weight_width * weights // share.job.degrees.fsdp
 
 
-def _added_up(rank: Rank, whole: int) -> int:
-    """Bytes of gradients when those of `whole` weights have not been scattered yet. Their sums over
+def _gathered_width(share: Share) -> int:
+    """Bytes of an element of a gathered weight. Without FSDP masters can have the compute type."""
+    is_master = share.without_fsdp and share.width == share.weight_width
+    return 0 if is_master else share.width
+
+
+def _gathered(share: Share, before: int) -> int:
+    """Bytes of gathered weights in the backward of a block with `before` blocks before it: its own
+    and the next one's, or all that stay. Tied ones stay beside their gradient."""
+    width, blocks = _gathered_width(share), min(before + 1, 2)
+    ends = (width + share.width) * share.embedding if share.tied else 0
+    if share.stays:
+        keeps = not share.without_fsdp and (share.pipelined or share.microbatches > 1)
+        blocks = share.blocks if keeps else before + 1
+        ends += 0 if share.tied or share.without_fsdp else width * share.embedding
+        ends += width * share.output if keeps else 0
+    return (share.gathered_block if width else 0) * blocks + ends
+
+
+def _scattered(share: Share, weights: int) -> int:
+    """Bytes of gradients that FSDP scatters while the next ones are computed."""
+    return 0 if share.without_fsdp or share.pipelined else share.reduce_width * weights
+
+
+def _new_gradients(share: Share, weights: int, scattered: int) -> int:
+    """Bytes of new gradients, in the compute type and, in place of the gathered weights and of what
+    is `scattered`, in the reduced one."""
+    gradients, reduced = share.width * weights, share.reduce_width * weights
+    if share.without_fsdp:
+        return max(gradients, reduced - _gathered_width(share) * weights)
+    return gradients + max(scattered, reduced - gradients)
+
+
+def _whole_gradients(share: Share, weights: int) -> int:
+    """Bytes of gradients of which those of `weights` have not been scattered yet. Their sums over
     microbatches are sharded if each is reduced, else whole until the last backward."""
-    if rank.reductions > 1:
-        whole = 0
-    width = rank.reduce_width if rank.accum_steps > 1 else 0
-    return rank.sharded(rank.weights - whole) + width * whole
+    if share.pipelined:
+        return share.reduce_width * share.weights
+    weights = 0 if share.reductions > 1 else weights
+    width = share.reduce_width if share.microbatches > 1 else 0
+    return _sharded(share, share.weights - weights) + width * weights
 
 
-def _update(rank: Rank) -> Moment:
-    """The moment of the optimizer's step, of which "foreach" copies the parameters."""
-    shards = rank.sharded(rank.weights)
-    copied = shards if rank.config.optimizer.implementation == "foreach" else 0
-    return _moment(rank, "optimizer step", gradients=shards, buffers=copied)
+# ----- Activations -----
 
 
-def _gradients(rank: Rank, group: Group, largest: int, scattering: int) -> int:
-    """Bytes of a group's weights and gradients at its end, `largest` elements in one matrix."""
-    gradients, reduced = rank.width * group.weights, rank.reduce_width * group.weights
-    if not rank.without_fsdp:
-        # The scatter buffer replaces the weights and the previous buffer.
-        return gradients + max(group.gathered + scattering, reduced)
-    # Gradients are cast one by one, the last beside the others' casts; on CPU also to add.
-    casts = rank.width != rank.weight_width and (rank.accum_steps == 1 or rank.on_cpu)
-    cast = max(reduced, rank.weight_width * group.weights)
-    cast += rank.width * largest if casts else 0
-    return max(gradients + group.gathered, cast)
+def _in_flight(share: Share) -> float:
+    """Microbatches whose activations a rank holds at the most, as the orders of
+    torch/distributed/pipelining/schedules.py make them; 1 without a pipeline."""
+    p, n = share.job.degrees.pp, share.microbatches
+    if p == 1:
+        return 1
+    name, stages = _schedule(share), len(share.job.stages) / p
+    if name == "GPipe":
+        return n
+    if not SCHEDULES[name].looped:
+        return min(n, p - share.rank)
+    # Interleaved ones warm up with a round of microbatches for each stage but one, then with as
+    # many as the ranks behind need.
+    ahead = 2 * (p - 1 - share.rank) + 1
+    return min(n, ((stages - 1) * min(n, p) + ahead) / stages)
 
 
-def _loss(rank: Rank, kept_from: int, **parts: int) -> Moment:
-    """The moment of the loss, with its parts other than logits and buffers."""
-    # FSDP keeps the all-gather buffer of the head's weights until the next all-gather.
-    buffers = rank.gathered(kept_from, len(rank.groups))
-    if rank.fuses_loss and rank.degrees.fsdp > 1:
-        buffers += rank.groups[-1].gathered
-
-    # The gradient replaces the logits. An eager loss also has a piece of them in float32.
-    in_float32 = 0
-    if not rank.config.compile.covers("loss"):
-        in_float32 = loss.FLOAT32_COPIES * FLOAT32 * min(loss.PIECE_LOGITS, rank.logits)
-    if rank.fuses_loss:
-        # The weight's gradient is computed last, or accumulates in float32 (on CPU with a copy).
-        # Until then the float32 piece can use its memory, and larger pieces use no more.
-        added_up = 0
-        if rank.logits > loss.CHUNK_LOGITS:
-            added_up = (2 if rank.on_cpu else 1) * FLOAT32 * rank.output_weights
-        logits = rank.width * min(rank.logits, loss.CHUNK_LOGITS)
-        piece = max(0, in_float32 - rank.width * rank.output_weights)
-        working = rank.hidden + logits + added_up + piece
-    else:
-        working = 2 * rank.width * rank.logits + in_float32  # the logits stay beside their gradient
-
-    return _moment(rank, "loss", logits=working, buffers=buffers, **parts)
+def _schedule(share: Share) -> str:
+    return share.config.parallelism.pipeline_parallel_schedule
 
 
-# ----- Pipelines -----
+def _block_tensors(share: Share) -> dict[str, int]:
+    """Bytes of each tensor that a block's backward needs, by the name of its producer."""
+    model, cp, width = share.model, share.job.degrees.cp, share.width
+    local = share.job.microbatch_tokens // share.tp  # tokens, or the same part of heads and ffn_dim
+    heads, keys, ffn = (local * size for size in (model.q_dim, model.kv_dim, model.ffn_dim))
+
+    def read(tensor: str, elements: int) -> int:
+        """Bytes of a tensor that only linears save."""
+        return elements * (1 if share.gathers_float8(tensor) else width)
+
+    # Context parallelism keeps keys and values of whole sequences, and puts two chunks together.
+    in_float8, in_chunks = share.gathers_float8("attention"), cp > 1 and not model.document_bos_id
+    return {
+        "input": share.residual,
+        "attention_norm": read("attention_norm", local * share.tp * model.dim),
+        "q": heads * width,
+        "k": cp * keys * width,
+        "v": cp * keys * width,
+        "attention": heads * width,
+        "attention cast": heads * width if in_chunks and not in_float8 else 0,
+        "attention in float8": heads if in_float8 else 0,
+        "log_sum_exp": local * model.n_heads * FLOAT32,
+        "residual": share.residual,
+        "ffn_norm": read("ffn_norm", local * share.tp * model.dim),
+        "w1": ffn * width,
+        "silu": ffn * width,
+        "w3": ffn * width,
+        "gated": read("gated", ffn),
+    }
 
 
-def rank_moments(job: Job, float8_linears: Collection[str], *, on_cpu: bool) -> list[list[Moment]]:
-    """Return for each rank of a pipeline, or one without, the moments at which memory can peak."""
-    ranks = [Rank(share, float8_linears, on_cpu=on_cpu) for share in rank_shares(job)]
-    if job.degrees.pp == 1:
-        return [step_memory(ranks[0])]
-    looped = SCHEDULES[job.config.parallelism.pipeline_parallel_schedule].looped
-    moments = []
-    for index, (rank, order) in enumerate(zip(ranks, pipeline_orders(job), strict=True)):
-        # torch has a buffer for each microbatch that a stage receives from either side. The first
-        # block saves its input there, and the last one's output is kept until it has a gradient.
-        # Looped schedules keep what a stage sends, also a gradient, until the step's end.
-        saved = {group.name: group.saved for group in rank.groups}
-        kept, freed, received = {}, {}, 0
-        for stage in job.rank_stages(index):
-            names = job.stages[stage]
-            kept[stage] = sum(saved.get(name, 0) for name in names)
-            transferred = 2 * rank.residual
-            if EMBEDDING in names:
-                kept[stage] += rank.residual
-                transferred -= rank.residual
-            if OUTPUT in names:
-                kept[stage] -= rank.residual
-                transferred -= rank.residual
-            freed[stage] = kept[stage] - transferred if looped else kept[stage]
-            received += job.batch.grad_accum_steps * transferred
-        moments.append(_pipeline_memory(rank, in_flight(order, kept, freed), received))
-    return moments
+def _kept_by_blocks(share: Share, tensors: dict[str, int]) -> int:
+    """Bytes that the rank's blocks keep of a microbatch from the forward to the backward pass."""
+    ac, dropped = share.config.activation_checkpoint, _recomputed_by_compiler(share)
+    plain = sum(size for name, size in tensors.items() if name not in dropped)
+    if ac.mode == "memory_budget":  # the input is kept with any budget
+        plain = share.residual + round(ac.memory_budget * (plain - share.residual))
+
+    # The "op" policy keeps attention, every second matmul, and the sums that tensor parallelism
+    # scatters. Eager, it also keeps w2's output, which nothing needs.
+    kept = share.residual
+    if ac.keeps_by_op:
+        kept += sum(tensors[name] for name in ("q", "attention", "log_sum_exp", "w1"))
+        kept += tensors["v"] // share.job.degrees.cp
+        scattered = share.residual if share.tp > 1 else 0
+        eager = not share.config.compile.covers("model")
+        kept += scattered + (share.tp * share.residual + scattered if eager else 0)
+    return (share.blocks - share.checkpointed) * plain + share.checkpointed * kept
 
 
-def _pipeline_memory(rank: Rank, flight: tuple[int, int], received: int) -> list[Moment]:
-    """Return the moments of a rank that holds so many bytes of activations, before it has gradients
-    and with them, and of buffers to receive. Gradients are whole until all are reduced."""
-    groups, stays = [group for group in rank.groups if group.working], rank.reshard != "always"
-    gathered = sum(group.gathered for group in groups) if stays else 0
-    whole, moments = rank.reduce_width * rank.weights, []
-    for held, gradients in zip(flight, (0, whole), strict=True):
-        if rank.has_output:
-            kept_from = 0 if stays else len(rank.groups) - 1
-            moments.append(_loss(rank, kept_from, activations=held, gradients=gradients))
-        for i, group in reversed(list(enumerate(groups))):
-            held -= group.saved
-            # Weights that were freed are gathered again, and those of the next group ahead.
-            there = gathered or sum(each.gathered for each in groups[max(i - 1, 0) : i + 1])
-            # New gradients are beside the sums, which the first microbatch makes of them.
-            width = rank.width if gradients else rank.width + rank.reduce_width
-            new = width * group.weights
-            if rank.without_fsdp:
-                new = _gradients(rank, group, group.weights, 0) - group.gathered
-            moments += _backward(
-                rank, group, kept=held, gradients=gradients, during=there, after=there + new
-            )
+def _recomputed_by_compiler(share: Share) -> set[str]:
+    """Tensors that torch.compile recomputes because that is cheap: silu, and inputs that are only
+    cast to float8, unless tensor parallelism gathers them."""
+    if not share.config.compile.covers("model"):
+        return set()
+    if not share.config.float8.recipe.divides_tokens:
+        return {"silu"}  # the weight gradient reads the uncast input
+    inputs = ("attention_norm", "ffn_norm", "gated") if share.tp == 1 else ()
+    return {"silu", "attention cast", *filter(share.only_in_float8, inputs)}
 
-    # FSDP scatters the sums group by group, from a copy.
-    if not rank.without_fsdp:
-        copy = rank.reduce_width * max(group.weights for group in groups)
-        moments.append(
-            _moment(rank, "reduction of gradients", gradients=whole, buffers=gathered + copy)
-        )
-    moments.append(_update(rank))
-    return [replace(each, buffers=each.buffers + received) for each in moments]
+
+def _working(tensors: dict[str, int], share: Share) -> int:
+    """Bytes of a block's activations at the peak of its backward: with the gradients of SwiGLU's
+    factors and of the residual stream, or under context parallelism, in attention's, with those of
+    whole keys and values for each query head."""
+    every, cp = sum(tensors.values()), share.job.degrees.cp
+    swiglu = every + 2 * tensors["w1"] + share.residual
+    behind = ("residual", "ffn_norm", "w1", "silu", "w3", "gated")
+    before = every - sum(tensors[name] for name in behind)
+    attention = before + 2 * (cp + 1) * tensors["q"] + tensors["k"] + tensors["v"]
+    return max(swiglu, attention if cp > 1 else 0)
+
+
+# ----- The loss -----
+
+
+def _loss(share: Share, held: int) -> Moment:
+    """The moment of the loss, whose gradient replaces the logits [N, V]. An eager loss also has a
+    piece of them in float32."""
+    width, float8, hidden = share.width, share.config.float8, share.tp * share.residual
+    whole = share.tp > 1 and share.config.parallelism.disable_loss_parallel
+    logits = share.job.microbatch_tokens * share.model.vocab_size // (1 if whole else share.tp)
+    piece = 0
+    if not share.config.compile.covers("loss"):
+        piece = loss.FLOAT32_COPIES * FLOAT32 * min(loss.PIECE_LOGITS, logits)
+
+    # The last norm and the projection keep their inputs. The loss is fused with the projection,
+    # unless that is in float8, or its logits are gathered: it keeps the weight's gradient, in whose
+    # memory the piece was. That accumulates in float32 over chunks of logits.
+    kept, working = share.residual + hidden, 2 * width * logits + piece
+    fused = not whole and not (float8.enable_float8_linear and float8.convert_output)
+    if fused:
+        kept += width * share.matrix
+        added_up = FLOAT32 * share.matrix if logits > loss.CHUNK_LOGITS else 0
+        working = hidden + width * min(logits, loss.CHUNK_LOGITS) + added_up
+        working += max(0, piece - width * share.matrix)
+    if share.pipelined and _schedule(share) == "GPipe":
+        kept *= share.microbatches
+
+    # Gathered weights: the projection's, twice while FSDP copies them, and what stays.
+    head = _gathered_width(share) * (share.output or share.embedding)
+    copied = fused and not share.tied and share.job.degrees.fsdp > 1
+    gathered = head * (2 if copied else 1)
+    if share.stays:
+        gathered += share.gathered_block * share.blocks if _gathered_width(share) else 0
+        gathered += 0 if share.without_fsdp or share.tied else share.width * share.embedding
+    gradients = _whole_gradients(share, share.weights)
+    return _moment(
+        share, "loss", gradients, activations=held + kept, logits=working, buffers=gathered
+    )

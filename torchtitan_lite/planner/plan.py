@@ -4,6 +4,8 @@ Each `_plan_x` computes one section in plain values; docs/plan.md documents ever
 """
 
 import dataclasses
+from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,19 +20,14 @@ from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
 from torchtitan_lite.training.model import MetaModel, build_meta_model
 
-from .auto import find_fitting, resolve_auto, turn_on_float8
-from .communication import Network, rings_of
-from .constants import constants_of, rates_of
-from .pipeline_report import plan_pipeline
-from .prediction import Prediction, format_verdict
-from .rank import state_widths
-from .refusals import check_planned
-from .roofline import Roofline
-from .workload import Workload, build_workload, tokenizer_values
+from .auto import resolve_auto
+from .share import state_widths
+from .step import StepTime
+from .workload import Gain, Workload, build_workload, predict_gain, tokenizer_values
 
 SECONDS_PER_DAY = 86_400
-MEASURED = ("name", "value", "source")
-RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
+RATES = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "hfu")
+MOST_SHARDS = 2**16
 
 
 def find_device(name: str | None, metrics: MetricsConfig | None = None, **given: Any) -> DeviceSpec:
@@ -58,64 +55,99 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
             f'--device "{name}" is not known; use one of {", ".join(near)}. Plan '
             "any other by --bandwidth, --memory and --metrics.peak_tflops_bf16 (and _fp8)."
         )
-    return dataclasses.replace(device, **given).with_peaks(peaks)
+    return replace(device, **given).with_peaks(peaks)
+
+
+def check_planned(config: Config, device: DeviceSpec) -> None:
+    """Raise ConfigError for types without known rates, and for kernels that `device` lacks."""
+    float8, recipe, training = config.float8, config.float8.recipe, config.training
+    refused = [
+        (
+            training.mixed_precision_param != "bfloat16",
+            f'[training] mixed_precision_param = "{training.mixed_precision_param}" cannot be '
+            'planned: only bf16 and fp8 rates are known; plan with "bfloat16".',
+        ),
+        (
+            float8.enable_float8_linear and device.fp8_tflops is None,
+            f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix "
+            "units with a known peak; plan another --device, give [metrics] peak_tflops_fp8, or "
+            "set it to false.",
+        ),
+        (
+            recipe.capability_major is not None and not device.mxfp8,
+            f'[float8] recipe_name = "{recipe.name}", but torchao has no kernels of it for the '
+            f"{device.name}, only for {', '.join(each.name for each in DEVICES if each.mxfp8)}; "
+            "plan another --device or recipe.",
+        ),
+        (
+            float8.scale_gradients_in_matmul
+            and recipe.scales_in_matmul
+            and device.architecture != "Hopper",
+            "[float8] scale_gradients_in_matmul = true needs a GPU of compute capability 9.x, and "
+            f"{device.name} is none; plan another --device, or set it to false.",
+        ),
+    ]
+    for holds, problem in refused:
+        if holds:
+            raise ConfigError(problem)
 
 
 def make_plan(
-    config: Config,
-    *,
-    world_size: int,
-    device: DeviceSpec,
-    tps: float | None = None,
-    attention_kernel: str = "",
+    config: Config, *, world_size: int, device: DeviceSpec, tps: float | None = None
 ) -> dict[str, Any]:
-    """Return the plan as plain values for JSON.
-
-    `tps` are tokens per second per device that a run reached; None: predicted. `attention_kernel`
-    is cudnn, flash or flex; "": what PyTorch takes on the device. Raises ConfigError if the
-    config does not fit `world_size`, computes in float32, whose matmul rates are not known, or uses
-    float8 or a recipe that the device does not have.
-    """
+    """Return the plan as plain values for JSON. `tps` are tokens per second per device that a run
+    reached; None: predicted. Raises ConfigError if the config does not fit `world_size`, or for
+    what cannot be planned on the device."""
     device = device.with_peaks(given_peaks(config.metrics))
-    check_planned(config, device, attention_kernel)
+    check_planned(config, device)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
     work = in_float8 = build_workload(job)
     meta = counted = build_meta_model(job, choices=work.choices)
 
     # With "auto", and without float8, linears and prediction show what "auto" would choose.
-    filters, on = config.float8.filter_fqns, config.float8.enable_float8_linear
-    if device.fp8_tflops is not None and (AUTO in filters or not on):
-        job = turn_on_float8(job, filter_fqns=filters)
-        in_float8 = build_workload(job, device=device)
-        counted = build_meta_model(job, choices=in_float8.choices)
+    on = config.float8.enable_float8_linear
+    if device.fp8_tflops is not None and (AUTO in config.float8.filter_fqns or not on):
+        in_float8 = build_workload(_turn_on_float8(job, config.float8.filter_fqns), device=device)
+        counted = build_meta_model(in_float8.job, choices=in_float8.choices)
 
-    roofline = work.roofline(device, attention_kernel)
-    gain = predicted = work.predict(device, attention_kernel)
-    if in_float8 is not work:
-        gain = in_float8.predict(device, attention_kernel)
+    step = work.time(device)
+    gain = predict_gain(in_float8, device)
     return {
-        "request": _plan_request(roofline, on=on),
+        "request": _plan_request(work, device, on=on),
         "model": _plan_model(work.job, meta),
         "flops_per_token": _plan_flops(meta.ledger),
         "linears": _plan_linears(in_float8, counted.ledger, device),
         "peaks": _plan_peaks(meta.ledger, device),
         "prediction": _plan_prediction(gain, device, on=on),
-        "communication": _plan_communication(work, device, predicted),
         "memory": _plan_memory(work, device),
-        "pipeline": plan_pipeline(work, meta.ledger, roofline),
-        "schedule": _plan_schedule(work.job, meta, device, predicted, tps),
-        "assumed": _plan_assumed(device, predicted),
-        "measured": [dict(zip(MEASURED, row, strict=True)) for row in device.measured],
+        "schedule": _plan_schedule(work, meta, device, step, tps),
+        "measured": [
+            dict(zip(("name", "value", "source"), row, strict=True)) for row in device.measured
+        ],
     }
 
 
-def _plan_request(roofline: Roofline, *, on: bool) -> dict[str, Any]:
-    job, config = roofline.job, roofline.job.config
+def _turn_on_float8(job: Job, filter_fqns: Sequence[str]) -> Job:
+    """Turn float8 on where it pays, beside the filters given. Keys that the recipe excludes have no
+    effect while float8 is off, and are dropped."""
+    float8, recipe = job.config.float8, job.config.float8.recipe
+    gathers = float8.enable_fsdp_float8_all_gather and recipe.gathers_float8
+    return job.choose(
+        "float8",
+        enable_float8_linear=True,
+        enable_fsdp_float8_all_gather=gathers,
+        scale_gradients_in_matmul=float8.scale_gradients_in_matmul and recipe.scales_in_matmul,
+        filter_fqns=(*filter_fqns, AUTO),
+    )
+
+
+def _plan_request(work: Workload, device: DeviceSpec, *, on: bool) -> dict[str, Any]:
+    job, config = work.job, work.job.config
     return {
         "model": job.model_name,
         "flavor": config.model.flavor,
-        "device": roofline.device.name,
+        "device": device.name,
         "world_size": job.degrees.world_size,
         **dataclasses.asdict(job.degrees),
         **dataclasses.asdict(job.batch),
@@ -126,8 +158,11 @@ def _plan_request(roofline: Roofline, *, on: bool) -> dict[str, Any]:
         "float8_all_gather": config.float8.enable_fsdp_float8_all_gather,
         "activation_checkpoint": config.activation_checkpoint.label,
         "fsdp_reshard_after_forward": config.parallelism.fsdp_reshard_after_forward,
-        "attention_kernel": roofline.runs_attention_in,
+        "attention_kernel": work.roofline(device).runs_attention_in,
         "compile": config.compile.enable,
+        "link_gb_s": device.link_gb_s,
+        "node_devices": device.node_devices,
+        "network_gb_s": device.network_gb_s,
     }
 
 
@@ -152,39 +187,27 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
         "output": ledger.output,
         "attention": ledger.attention,
         "recompute": recompute,
-        "recompute_by_precision": ledger.recompute,
         "with_recompute": ledger.total + recompute,
     }
 
 
 def _plan_linears(work: Workload, ledger: FlopsLedger, device: DeviceSpec) -> list[dict[str, Any]]:
     """A row for each kind of linear and reason to keep it."""
-    roofline, converted = work.roofline(device), work.converted
-    multiple = work.job.config.float8.recipe.size_multiple
-
-    rows = []
-    for choice in work.choices:
-        precision = ledger.precisions[choice.names[0]]
-        m, (n, k) = roofline.tokens, choice.local_shape
-        shapes = {"output": (m, n, k), "grad_input": (m, k, n), "grad_weight": (n, k, m)}
-        same_input = [each.kind for each in converted if each.reads == choice.reads]
-        shares = roofline.compiled and choice.converted
-        rows.append(
-            {
-                "kind": choice.kind,
-                "count": len(choice.names),
-                "gemms": {
-                    name: dict(zip("mnk", shape, strict=True)) | {"precision": precision[name]}
-                    for name, shape in shapes.items()
-                },
-                "divisible_by_16": not any(size % multiple for size in (m, n, k)),
-                "time_ratio": roofline.ratio(choice, converted) if device.fp8_tflops else None,
-                "shares_cast_with": [kind for kind in same_input if shares and kind != choice.kind],
-                "converted": choice.converted,
-                "kept_because": choice.kept_because,
-            }
-        )
-    return rows
+    roofline = work.roofline(device)
+    return [
+        {
+            "kind": choice.kind,
+            "count": len(choice.names),
+            "m": roofline.tokens,
+            "n": choice.local_shape[0],
+            "k": choice.local_shape[1],
+            "precisions": ledger.precisions[choice.names[0]],
+            "time_ratio": roofline.ratio(choice, work.converted) if device.fp8_tflops else None,
+            "converted": choice.converted,
+            "kept_because": choice.kept_because,
+        }
+        for choice in work.choices
+    ]
 
 
 def _plan_peaks(ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:
@@ -203,100 +226,78 @@ def _plan_peaks(ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:
     }
 
 
-def _plan_prediction(gain: Prediction, device: DeviceSpec, *, on: bool) -> dict[str, Any]:
+def _plan_prediction(gain: Gain, device: DeviceSpec, *, on: bool) -> dict[str, Any]:
     """The gain over bf16 of a model in float8, or its time in bf16 alone."""
-    found, verdict = dataclasses.asdict(gain), format_verdict(gain, on=on)
-    del found["float8_s_ends"]  # the section "assumed" has them
+
+    def plain(step: StepTime) -> dict[str, Any]:
+        return dataclasses.asdict(step) | {"step_s": step.step_s}
+
+    bf16 = plain(gain.bf16)
     if device.fp8_tflops is None:
-        in_float8 = ("step_speedup", "speedup_band", "float8_s_band", "float8", "recipe")
         verdict = f"the {device.name} has no float8 matrix units with a known peak."
-        found |= dict.fromkeys(in_float8)
-    return found | {"verdict": verdict}
-
-
-def _plan_communication(
-    work: Workload, device: DeviceSpec, predicted: Prediction
-) -> dict[str, Any]:
-    """Collectives of the run as configured."""
-    network, step = Network(device, rates_of(device)), predicted.float8
+        missing = ("recipe", "better_kept", "speedup", "speedup_range", "float8")
+        return {"bf16": bf16, "verdict": verdict} | dict.fromkeys(missing)
     return {
-        "link_gb_s": device.link_gb_s,
-        "node_devices": device.node_devices,
-        "network_gb_s": device.network_gb_s,
-        "collectives": [
-            {
-                "kind": kind,
-                "ring_size": ring.size,
-                "crosses_nodes": network.crosses_nodes(ring),
-                "gb_s": network.bandwidth_gb_s(ring),
-                "exposed_s": step.exposed_s[kind],
-                "hidden_s": step.hidden_s[kind],
-            }
-            for kind, ring in rings_of(work.job.degrees).items()
-            if ring.size > 1
-        ],
+        "bf16": bf16,
+        "recipe": gain.recipe,
+        "better_kept": gain.better_kept,
+        "speedup": gain.speedup,
+        "speedup_range": gain.speedup_range,
+        "float8": plain(gain.float8),
+        "verdict": gain.verdict(on=on),
     }
-
-
-def _plan_assumed(device: DeviceSpec, predicted: Prediction) -> list[dict[str, Any]]:
-    """The uncertain constants that the step depends on, and how much."""
-    assumed, constants = [], constants_of(device)
-    keys = ("name", "value", "between", "guessed", "source")
-    for name, ends in predicted.float8_s_ends.items():
-        ratios = [seconds / predicted.float8.step_s for seconds in ends]
-        if set(ratios) - {1.0}:
-            constant = {key: getattr(constants[name], key) for key in keys}
-            assumed.append(constant | {"step_ratio": ratios})
-    return assumed
 
 
 def _plan_memory(work: Workload, device: DeviceSpec) -> dict[str, Any]:
-    moments, device_bytes = work.moments(), round(device.memory_gib * 2**30)
-    peak = max(moments, key=lambda moment: moment.total)
-    reserved = work.reserved_ratio * peak.total
+    peak, device_bytes = work.peak, round(device.memory_gib * 2**30)
+    reserved = round(work.reserved_gib * 2**30)
+    fits = reserved <= device_bytes
     return {
         "peak": dataclasses.asdict(peak) | {"total": peak.total},
-        "reserved": round(reserved),
+        "reserved": reserved,
         "device_bytes": device_bytes,
-        "fits": reserved <= device_bytes,
-        "would_fit": [] if reserved <= device_bytes else find_fitting(work, device.memory_gib),
-        "moments": [{"name": moment.name, "total": moment.total} for moment in moments],
+        "fits": fits,
+        "would_fit": None if fits else find_fewest_gpus(work, device.memory_gib),
     }
 
 
+def find_fewest_gpus(work: Workload, memory_gib: float) -> int | None:
+    """Return the number of GPUs from which on the layout fits with full activation checkpointing
+    and more shards; None if no number is enough."""
+    job, shards = work.job.choose("activation_checkpoint", mode="full"), work.job.degrees.dp_shard
+    while shards <= MOST_SHARDS:
+        degrees = replace(job.degrees, dp_shard=shards)
+        if replace(work, job=replace(job, degrees=degrees)).reserved_gib <= memory_gib:
+            return degrees.world_size
+        shards *= 2
+    return None
+
+
 def _plan_schedule(
-    job: Job, meta: MetaModel, device: DeviceSpec, predicted: Prediction, tps: float | None
+    work: Workload, meta: MetaModel, device: DeviceSpec, step: StepTime, tps: float | None
 ) -> dict[str, Any]:
     """Rates at `tps`, or as predicted, and the time that the run takes at them."""
-    training = job.config.training
+    job, training = work.job, work.job.config.training
     tokens_per_step = job.batch.global_batch_size * training.seq_len
-    origin, step_s_band, tps_band = "given", None, None
+    world_size = job.degrees.world_size
+    origin, tps_range = "given", None
     if tps is None:
-        tokens = tokens_per_step / job.degrees.world_size
-        origin, step_s_band = "predicted", predicted.float8_s_band
-        fast, slow = step_s_band
-        tps, tps_band = tokens / predicted.float8.step_s, (tokens / slow, tokens / fast)
+        origin, tps = "predicted", tokens_per_step / world_size / step.step_s
+        tps_range = [tps * each for each in work.rate_range]
     at = compute_rates(tps, ledger=meta.ledger, peaks=Peaks(device.name, published_peaks(device)))
     arithmetic_peak = _plan_peaks(meta.ledger, device)["arithmetic"]
-
-    tokens_per_second = tps * job.degrees.world_size
     run_tokens = training.steps * tokens_per_step
-    checkpoint_bytes = sum(state_widths(job.config)) * meta.parameters
     return {
         "origin": origin,
         **{name: at[name] for name in RATES},
         "mfu_arithmetic_peak": arithmetic_peak and 100 * at["tflops"] / arithmetic_peak,
-        "hfu": at["hfu"],
-        "tps_band": tps_band,
-        "step_s": tokens_per_step / tokens_per_second,
-        "step_s_band": step_s_band,
+        "tps_range": tps_range,
+        "step_s": tokens_per_step / tps / world_size,
         "tokens_per_step": tokens_per_step,
-        "tokens_per_day": tokens_per_second * SECONDS_PER_DAY,
         "run_tokens": run_tokens,
-        "run_days": run_tokens / tokens_per_second / SECONDS_PER_DAY,
+        "run_days": run_tokens / tps / world_size / SECONDS_PER_DAY,
         "run_gpu_hours": run_tokens / tps / 3600,
-        "days_per_trillion_tokens": 1e12 / tokens_per_second / SECONDS_PER_DAY,
+        "days_per_trillion_tokens": 1e12 / tps / world_size / SECONDS_PER_DAY,
         "gpu_hours_per_trillion_tokens": 1e12 / tps / 3600,
-        "checkpoint_bytes": checkpoint_bytes,
-        "checkpoint_s": checkpoint_bytes / job.degrees.world_size / 1e9,
+        "checkpoint_bytes": sum(state_widths(job.config)) * meta.parameters,
     }

@@ -18,8 +18,7 @@ from torchtitan_lite.training.build import run_on_writing_ranks
 from torchtitan_lite.training.model import find_attention
 
 from .auto import resolve_auto
-from .prediction import format_verdict
-from .workload import build_workload
+from .workload import build_workload, predict_gain
 
 
 def prepare_job(
@@ -44,19 +43,16 @@ def prepare_job(
     memory_gib = on_all_ranks(
         lambda: total_memory_gib(device) or host_memory_gib() / local_world_size()
     )
-    spec, on_cpu = planned_device(device, config), device.type == "cpu"
-    job = resolve_auto(job, memory_gib=min(memory_gib), device=spec, on_cpu=on_cpu)
+    spec = planned_device(device, config)
+    job = resolve_auto(job, memory_gib=min(memory_gib), device=spec)
     logger.info(f"{job.layout()}, on {device.type}")
+
+    # What float8 should gain, before the run begins.
     if spec is not None and job.config.float8.enable_float8_linear:
-        log_prediction(job, spec, device=device)
+        attention = find_attention(job, device=device)
+        work = build_workload(job, fused_attention=attention != "MATH")
+        logger.info(f"predicted: {predict_gain(work, spec).verdict()}")
     return job, tokenizer
-
-
-def log_prediction(job: Job, spec: DeviceSpec, *, device: torch.device) -> None:
-    """Log what float8 is predicted to gain over bf16 on `device`, whose data sheet is `spec`."""
-    attention = find_attention(job, device=device)
-    work = build_workload(job, fused_attention=attention != "MATH")
-    logger.info(f"predicted: {format_verdict(work.predict(spec))}")
 
 
 def planned_device(device: torch.device, config: Config) -> DeviceSpec | None:

@@ -1,297 +1,199 @@
-"""Predict the time of an optimizer step: compute, exposed communication, and the host.
+"""Predict the time of an optimizer step: computation, communication that it waits for, the host.
 
-FSDP gathers the weights of the next block, and reduces the gradients of the previous one, while a
-block computes: what takes longer than the computation is exposed, and so are the first gather and
-the last reduction. Tensor and context parallelism wait for computation and are waited for.
+All but the optimizer runs once in each of a step's microbatches. Blocks are equal, so that a step
+takes n blocks' time on the rank that computes longest.
+
+- FSDP gathers the next block's weights, and reduces the previous one's gradients, while a block
+  computes. The device waits for the first gather, for the last reduction, and for what takes longer
+  than the computation of a pass.
+- Tensor and context parallelism wait for computation and are waited for.
+- A rank of a pipeline of p ranks with v stages each pauses for (p - 1) / v microbatches (arXiv
+  2104.04473, section 2.2).
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT
+from torchtitan_lite.catalog.flavors import OUTPUT
 from torchtitan_lite.float8.selection import LinearChoice
 
-from .communication import CONTEXT, PIPELINE, REPLICAS, SHARDING, TENSOR, Network, Ring, rings_of
-from .rank import Group, Rank
-from .roofline import Cost, Passes, Roofline
+from .roofline import Passes, Roofline
+from .share import Share
 
-BLOCK_PARAMETERS, NORM_AND_OUTPUT = len(BLOCK_LINEARS) + 2, 2  # with two norms
-OTHER_STAGES = "for other stages"
+TENSOR, CONTEXT, SHARDING = "tensor parallelism", "context parallelism", "FSDP"
+PIPELINE, HOST = "pipeline", "host"
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of an optimizer step on one device."""
+    """Seconds of an optimizer step on the device that computes longest."""
 
-    step_s: float  # the slower of device and host
-    host_s: float
-    device_parts_s: Mapping[str, float]
-    exposed_s: Mapping[str, float]  # communication that the device waits for, by kind
-    slowed_s: Mapping[str, float]  # longer computation, by what slows it
-    hidden_s: Mapping[str, float]  # communication beside computation, by kind
-    idle_s: Mapping[str, float] = field(default_factory=lambda: {OTHER_STAGES: 0.0})
-
-
-class Step:
-    """Times of one step of a job, or of a share of it, in float8 or with all linears in bf16. They
-    do not include the time in which a pipeline's ranks wait for each other."""
-
-    def __init__(
-        self,
-        roofline: Roofline,
-        linears: Sequence[LinearChoice],
-        in_float8: Collection[LinearChoice],
-    ) -> None:
-        self.roofline, self.job = roofline, roofline.job
-        self.linears, self.in_float8 = linears, in_float8
-        self.rank = Rank(self.job, {each.kind for each in in_float8}, on_cpu=False)
-        self.network = Network(roofline.device, roofline.rates)
-        self.rings = rings_of(self.job.degrees)
-
-    def time(self) -> StepTime:
-        """Time the step."""
-        accum, blocks = self.job.batch.grad_accum_steps, self._blocks
-
-        # Computation: all but the optimizer runs once in each microbatch.
-        parts = {name: part.both * accum for name, part in blocks.items()}
-        parts |= {name: cost * accum for name, cost in self._head.items()}
-        parts["optimizer"] = self.roofline.optimizer(self.rank.weights // self.job.degrees.fsdp)
-        device_parts_s = {name: cost.seconds for name, cost in parts.items()}
-
-        # Tensor parallelism, and what of it asynchronous collectives hide.
-        parallel, whole = self._tensor_parallel(), self._tensor_parallel(hides=False)
-        waited = parallel.both * accum
-        hidden_by_matmuls = whole.both.seconds * accum - waited.seconds
-
-        # The blocks and what they wait for hide FSDP. Replicas have what they add to it.
-        context = self._context_parallel()
-        between, compute = context.both * accum, sum(blocks.values(), parallel + context)
-        exposed, hidden = self._sharded(Ring(1, 1), compute)
-        exposed_with, hidden_with = self._sharded(self.rings[REPLICAS], compute)
-        exposed_s = {
-            TENSOR: waited.seconds,
-            CONTEXT: between.seconds,
-            SHARDING: exposed,
-            REPLICAS: max(0.0, exposed_with - exposed),
-            PIPELINE: 0.0,
-        }
-        slowed_s = {
-            "beside communication": hidden_with * self.roofline.rates.overlap_slowdown,
-            "by the slowest device": self.late * sum(device_parts_s.values()),
-        }
-        hidden_s = {
-            TENSOR: hidden_by_matmuls,
-            CONTEXT: 0.0,
-            SHARDING: hidden,
-            REPLICAS: max(0.0, hidden_with - hidden),  # whatever the rounding
-            PIPELINE: 0.0,
-        }
-
-        host_s = self._host_s(sum(each.kernels for each in [*parts.values(), waited, between]))
-        device_s = sum(sum(each.values()) for each in (device_parts_s, exposed_s, slowed_s))
-        step_s = max(device_s, host_s)
-        return StepTime(step_s, host_s, device_parts_s, exposed_s, slowed_s, hidden_s)
-
-    def actions_s(self) -> dict[str, float]:
-        """Seconds of a microbatch's forward F and backward B, with what they wait for but FSDP, and
-        of the two parts of B: W for gradients of weights, half of its matmuls, and I for others."""
-        blocks, loss = self._blocks, sum(self._head.values(), Cost())
-        compute = sum(blocks.values(), Passes(loss))
-        waits = self._tensor_parallel() + self._context_parallel()
-        slow = 1 + self.late
-        backward = compute.backward.seconds * slow + waits.backward.seconds
-        weights = blocks["linears"].backward.seconds * slow / 2
-        return {
-            "F": compute.forward.seconds * slow + waits.forward.seconds,
-            "B": backward,
-            "I": backward - weights,
-            "W": weights,
-        }
+    compute_s: Mapping[str, float]  # by part
+    waits_s: Mapping[str, float]  # in which the device computes nothing, by what it waits for
+    hidden_s: float  # FSDP's collectives beside computation, which take no time themselves
 
     @property
-    def late(self) -> float:
-        """By how much all wait for the slowest device, relative to computation."""
-        several = self.job.degrees.world_size > 1
-        return self.roofline.rates.slowest_device - 1 if several else 0.0
+    def step_s(self) -> float:
+        """Seconds of the step: all that is computed and waited for."""
+        return sum(self.compute_s.values()) + sum(self.waits_s.values())
 
-    def _host_s(self, kernels: float) -> float:
-        """Seconds in which the host launches that many kernels, runs the blocks' hooks and updates
-        parameters that are split."""
-        rates, n_layers = self.roofline.rates, self.job.model_args.n_layers
-        tensors = 0
-        if self.job.degrees.tp > 1 or not self.rank.without_fsdp:
-            tensors = BLOCK_PARAMETERS * n_layers
-            tensors += 1 if self.rank.has_embedding else 0
-            tensors += NORM_AND_OUTPUT if self.rank.has_output else 0
-        return (
-            kernels * rates.host_seconds_per_kernel
-            + self.job.batch.grad_accum_steps * n_layers * rates.host_seconds_per_block
-            + tensors * rates.host_seconds_per_parameter
-        )
 
-    @property
-    def _gathers(self) -> tuple[int, int, int]:
-        """How often a step gathers all weights for a forward, and for their backward a block and
-        the head, as counted by its kernels."""
-        steps, n_layers = self.job.batch.grad_accum_steps, self.job.model_args.n_layers
-        return {
-            "never": (1, 0, 0),
-            "default": (steps, steps * n_layers, 0),
-            "always": (steps, steps * n_layers, steps),
-        }[self.rank.reshard]
+def time_step(
+    roofline: Roofline, linears: Sequence[LinearChoice], in_float8: Collection[LinearChoice]
+) -> StepTime:
+    """Time a step of a model of `linears`, of which some train `in_float8`."""
+    job, rates, n_layers = roofline.job, roofline.rates, roofline.job.model_args.n_layers
+    kinds = {each.kind for each in in_float8}
+    shares = [Share(job, kinds, rank=rank) for rank in range(job.degrees.pp)]
+    n = shares[0].microbatches
 
-    @property
-    def _last_weights(self) -> Group:
-        """The group that the head's backward needs: the embedding's if their weights are tied."""
-        embedding, *_, head = self.rank.groups
-        return embedding if self.job.model_args.tie_embeddings else head
+    # A microbatch's passes through all blocks, and between them the projection and the loss.
+    compute = {
+        "linears": _sum(roofline.linears([e for e in linears if e.kind != OUTPUT], in_float8)),
+        "attention": roofline.attention(),
+        "pointwise": roofline.pointwise(),
+    }
+    waits = {
+        TENSOR: _tensor_parallel(roofline, shares[0]),
+        CONTEXT: _context_parallel(roofline),
+    }
+    every = _sum([*compute.values(), *waits.values()])
+    head = _sum(roofline.linears([e for e in linears if e.kind == OUTPUT], in_float8))
+    head_s = head.both + roofline.loss_s()
 
-    @cached_property
-    def _blocks(self) -> dict[str, Passes]:
-        """Computation of the blocks in a microbatch, by part."""
-        in_blocks = [linear for linear in self.linears if linear.kind != OUTPUT]
-        roofline = self.roofline
-        return {
-            "linears": sum(roofline.linears(in_blocks, self.in_float8), Passes()),
-            "attention": roofline.attention(),
-            "pointwise": roofline.pointwise(),
-            "fsdp copies": self._fsdp_copies(),
-        }
+    # The rank that computes longest, and its part of the blocks.
+    def microbatch_s(share: Share) -> float:
+        return share.blocks / n_layers * every.both + (head_s if share.has_output else 0.0)
 
-    def _fsdp_copies(self) -> Passes:
-        """Copies around FSDP's gathers and reductions, as the mean of a step's microbatches."""
-        (forward, blocks, heads), accum = self._gathers, self.job.batch.grad_accum_steps
-        (embedding, *_, head), block = self.rank.groups, self.rank.block
-        copies = self.roofline.gather_copies
-        all_weights = copies(embedding) + copies(block) * len(self.rank.blocks) + copies(head)
-        again = copies(block) * blocks + copies(self._last_weights) * heads
-        gradients = self.roofline.gradient_copies(self.rank.weights, self.rank.reductions)
-        return Passes(all_weights * (forward / accum), (again + gradients) * (1 / accum))
+    share = max(shares, key=microbatch_s)
+    part = share.blocks / n_layers
+    compute_s = {name: n * part * each.both for name, each in compute.items()}
+    compute_s["output and loss"] = n * head_s if share.has_output else 0.0
+    compute_s["weights and optimizer"] = _update_s(roofline, share)
+    exposed, hidden = _sharded_s(roofline, share, part * every.forward, part * every.backward)
+    late = rates.slowest_device - 1 if job.degrees.world_size > 1 else 0.0
+    compute_s["slowest device"] = late * sum(compute_s.values())
+    compute_s["beside communication"] = rates.overlap_slowdown * hidden
 
-    @cached_property
-    def _head(self) -> dict[str, Cost]:
-        """Computation between the two passes: the projection to the vocabulary and the loss."""
-        output = [linear for linear in self.linears if linear.kind == OUTPUT]
-        costs = self.roofline.linears(output, self.in_float8)
-        loss = self.roofline.loss() if self.rank.has_output else Cost()
-        return {"output": sum(costs, Passes()).both, "loss": loss}
+    # What it waits for.
+    waits_s = {name: n * part * each.both for name, each in waits.items()} | {SHARDING: exposed}
+    pauses = (len(shares) - 1) / len(job.stages)
+    waits_s[PIPELINE] = pauses * sum(map(microbatch_s, shares))
+    host_s = (n + 1) * share.blocks * rates.host_seconds_per_block  # the update is as long as one
+    waits_s[HOST] = max(0.0, host_s - sum(compute_s.values()) - sum(waits_s.values()))
+    return StepTime(compute_s, waits_s, hidden)
 
-    def _sharded(self, replicas: Ring, compute: Passes) -> tuple[float, float]:
-        """Seconds of FSDP's collectives, and of the sums over `replicas`, in a step: those that the
-        device waits for, and those that `compute` of a microbatch hides."""
-        rank, network, degrees = self.rank, self.network, self.job.degrees
-        shards, accum = self.rings[SHARDING], self.job.batch.grad_accum_steps
-        (embedding, *_, head), block = rank.groups, rank.block
-        n_layers, (forwards, again_blocks, again_heads) = len(rank.blocks), self._gathers
 
-        def reduce_s(group: Group) -> float:
-            nbytes = rank.reduce_width * group.weights
-            shard = nbytes / degrees.fsdp
-            return network.gather_s(nbytes, shards) + network.all_reduce_s(shard, replicas)
+def _sum(parts: Iterable[Passes]) -> Passes:
+    return sum(parts, Passes())
 
-        # Weights may stay gathered from the forward to the backward pass, and between microbatches.
-        gather = network.gather_s(block.gathered, shards)
-        gather_head = network.gather_s(rank.width * head.weights, shards)
-        gather_last = network.gather_s(rank.width * self._last_weights.weights, shards)
-        again = (gather * again_blocks + gather_last * again_heads) / accum
-        reductions = reduce_s(embedding) + n_layers * reduce_s(block) + reduce_s(head)
 
-        # Nothing hides the first gathers and the last reductions.
-        first = network.gather_s(rank.width * embedding.weights, shards) + gather
-        ahead = (n_layers - 1) * gather + gather_head
-        last = reduce_s(block) + reduce_s(embedding)
+# ----- FSDP -----
 
-        forward, backward = compute.forward.seconds, compute.backward.seconds
-        reducing, others = rank.reductions, accum - rank.reductions
-        hidden = forwards * min(ahead, forward) + others * min(again, backward)
-        # A pipeline reduces when all its microbatches are done.
-        beside = again + (0.0 if rank.pipelined else reductions - last)
-        hidden += reducing * min(beside, backward)
-        total = forwards * (first + ahead) + accum * again + reducing * reductions
-        return total - hidden, hidden
 
-    def _tensor_parallel(self, *, hides: bool = True) -> Passes:
-        """Collectives of tensor parallelism in a microbatch, as counted in compiled blocks. If it
-        `hides` what it can, asynchronous ones hide a part behind the matmul beside them, unless a
-        cast or the rescaling of rows stands between."""
-        degrees, rank, args = self.job.degrees, self.rank, self.job.model_args
-        if degrees.tp == 1:
-            return Passes()
-        ring, elements = self.rings[TENSOR], rank.tokens * args.dim
-        hides = hides and self.job.config.parallelism.enable_async_tensor_parallel
-        left = 1 - self.roofline.rates.async_tensor_parallel if hides else 1
+def _gathers(share: Share) -> tuple[int, int]:
+    """How often a step gathers all weights for forward passes, and blocks' for backward passes."""
+    return (1, 0) if share.stays else (share.microbatches, share.microbatches)
 
-        def gather(tensor: str) -> Cost:
-            in_float8 = rank.gathers_float8(tensor)
-            nbytes = elements * (1 if in_float8 else rank.width)
-            # One sequence is gathered in place; of several the pieces are put together.
-            cost = Cost(self.network.gather_s(nbytes, ring), 1)
-            if self.job.batch.local_batch_size > 1:
-                cost += self.roofline.move(2 * nbytes, 1)
-            return cost * (left if in_float8 or not self.in_float8 else 1)
 
-        # Sums are scattered in the compute type, from a copy that is ordered by ranks.
-        nbytes = elements * rank.width
-        scatter = Cost(self.network.gather_s(nbytes, ring), 1) + self.roofline.move(2 * nbytes, 1)
-        rescaled = self.in_float8 and not self.job.config.float8.recipe.gathers_float8
-        scatter_back, scatter = scatter * (1 if rescaled else left), scatter * left
+def _update_s(roofline: Roofline, share: Share) -> float:
+    """Seconds of clipping and AdamW, and of a step's copies of weights and gradients.
 
-        # A block gathers the inputs of its column-split linears, and the gradients of its row-split
-        # ones; it scatters the sums of the others.
-        inputs = gather("attention_norm") + gather("ffn_norm")
-        gradients = gather("attention") + gather("gated")
+    For each weight of a shard the update reads and writes it and its state, reads its gradient
+    three times and writes it once. For each weight, copies take 4 bytes to gather it, or 2 in
+    float8, and 10 of its shard; 6 to cast a gradient; 10 to add it to another, 8 to reduce the
+    sum."""
+    n, gathers, weights = share.microbatches, sum(_gathers(share)), share.weights
+    shards, added = weights / roofline.job.degrees.fsdp, n - share.reductions
+    updated = (6 * share.weight_width + 2 * share.state_width) * shards
+    gathered = 4 * weights + 10 * shards - 2 * share.blocks * share.in_float8
+    gradients = (6 * share.reductions + 10 * added) * weights
+    summed = 8 * weights if added and not share.without_fsdp else 0
+    return roofline.move_s(updated + gathers * gathered + gradients + summed, 20 * n * share.blocks)
 
-        # Activation checkpointing repeats gathers, unless the compiler keeps the float8 inputs.
-        ac, checkpointed = self.job.config.activation_checkpoint, len(rank.checkpointed)
-        kept = ac.keeps_by_op and self.roofline.compiled and rank.gathers_float8("ffn_norm")
-        again = (Cost() if kept else inputs) + (Cost() if ac.keeps_by_op else scatter)
 
-        # A scale over a split dimension is the maximum of all ranks: a small all-reduce.
-        scales = self.roofline.costs.scale_reductions if self.in_float8 else (0, 0, 0, 0)
-        in_forward, in_backward, by_op, whole = scales
-        scale = Cost(self.roofline.rates.small_reduction_seconds, 1)
-        again += scale * (by_op if ac.keeps_by_op else whole)
+def _sharded_s(
+    roofline: Roofline, share: Share, forward_s: float, backward_s: float
+) -> tuple[float, float]:
+    """Seconds of FSDP's collectives in a step, with the sums over replicas: those that the device
+    waits for, and those beside a microbatch's passes of `forward_s` and `backward_s`."""
+    degrees, n = roofline.job.degrees, share.microbatches
+    replicas = degrees.dp_replicate, degrees.tp * degrees.fsdp
 
-        forward = inputs + scatter * 2 + scale * in_forward
-        backward = gradients + scatter_back * 2 + scale * in_backward
-        # Around the projection, and of the embedding: the backward does the reverse.
-        first, back, logits = Cost(), Cost(), Cost()
-        if rank.has_output:
-            first += gather("norm")
-            back += scatter
-            logits = self._gathered_logits(ring)
-        if rank.has_embedding:
-            first += scatter
-            back += gather("norm")
-        return Passes(
-            forward * args.n_layers + first + logits,
-            backward * args.n_layers + again * checkpointed + back,
-        )
+    def gather(nbytes: float) -> float:
+        return roofline.gather_s(nbytes, degrees.fsdp, degrees.tp)
 
-    def _context_parallel(self) -> Passes:
-        """Gathers of keys and values in a microbatch, and reductions of their gradients, with the
-        copies around them as counted in compiled blocks."""
-        degrees, sizes, move = self.job.degrees, self.rank.attention, self.roofline.move
-        if degrees.cp == 1:
-            return Passes()
-        whole, chunks = sizes.gathered, 2 if sizes.in_chunks else 1
-        collective = Cost(self.network.gather_s(whole, self.rings[CONTEXT]), 1)
+    def reduce(weights: int) -> float:
+        nbytes = share.reduce_width * weights
+        return gather(nbytes) + 2 * roofline.gather_s(nbytes / degrees.fsdp, *replicas)
 
-        # Keys and values are put together, and the gathered ones into the order of the sequence.
-        # Gradients take the same way back, those of two chunks added up. So does the output.
-        output = 2 * sizes.width * sizes.heads if sizes.in_chunks else 0
-        forward = collective + move((2 / degrees.cp + 2) * whole + output, 1 + chunks)
-        backward = collective + move((1 + chunks) * whole + output, chunks)
+    # Nothing hides the first gathers and the last reductions.
+    (forwards, backwards), block = _gathers(share), gather(share.gathered_block)
+    first = gather(share.width * share.embedding) + block
+    ahead = (share.blocks - 1) * block + gather(share.width * share.output)
+    again = share.blocks * block * backwards / n
+    last = reduce(share.block) + reduce(share.embedding)
+    others = (share.blocks - 1) * reduce(share.block) + reduce(share.output)
 
-        n_layers = self.job.model_args.n_layers  # activation checkpointing keeps none of them
-        again = len(self.rank.checkpointed)
-        return Passes(forward * n_layers, backward * n_layers + forward * again)
+    # The others are beside a pass; a pipeline reduces when all its microbatches are done.
+    total = forwards * (first + ahead) + n * again + share.reductions * (last + others)
+    beside = again + (0.0 if share.pipelined else others)
+    hidden = forwards * min(ahead, forward_s) + share.reductions * min(beside, backward_s)
+    hidden += (n - share.reductions) * min(again, backward_s)
+    return total - hidden, hidden
 
-    def _gathered_logits(self, ring: Ring) -> Cost:
-        """Gather of the logits, whose pieces are put together, where the loss is not parallel.
-        Backward, each rank takes its part of their gradient."""
-        if not self.rank.gathers_logits:
-            return Cost()
-        nbytes = self.rank.width * self.rank.logits
-        return Cost(self.network.gather_s(nbytes, ring), 1) + self.roofline.move(2 * nbytes, 1)
+
+# ----- Tensor and context parallelism, in a microbatch -----
+
+
+def _tensor_parallel(roofline: Roofline, share: Share) -> Passes:
+    """Seconds in which a block gathers two inputs of its linears [N, D] and scatters two sums, and
+    the reverse in the backward pass."""
+    tp, config, in_float8 = share.tp, share.config, bool(share.float8_linears)
+    n_layers, gathered_float8 = share.model.n_layers, config.float8.recipe.gathers_float8
+    if tp == 1:
+        return Passes()
+
+    def gather(tensor: str) -> float:
+        nbytes = share.residual * tp / (share.width if share.gathers_float8(tensor) else 1)
+        # Of several sequences the pieces are put together.
+        copy_s = roofline.move_s(2 * nbytes) if share.job.batch.local_batch_size > 1 else 0.0
+        return roofline.gather_s(nbytes, tp) + copy_s
+
+    # Sums are scattered from a copy that is ordered by ranks. Asynchronous collectives hide a part
+    # behind the matmul beside them, unless a cast or the rescaling of rows stands between.
+    scatter = roofline.gather_s(share.residual * tp, tp) + roofline.move_s(2 * share.residual * tp)
+    asynchronous = config.parallelism.enable_async_tensor_parallel
+    left = 1 - (roofline.rates.async_tensor_parallel if asynchronous else 0.0)
+    left_cast = 1 if in_float8 and not gathered_float8 else left
+    inputs = left_cast * (gather("attention_norm") + gather("ffn_norm"))
+    gradients = left_cast * (gather("attention") + gather("gated"))
+
+    # Activation checkpointing repeats gathers, unless the compiler keeps the float8 inputs. A scale
+    # over a split dimension is the maximum of all ranks: a small all-reduce.
+    by_op = config.activation_checkpoint.keeps_by_op
+    kept = by_op and roofline.compiled and share.gathers_float8("ffn_norm")
+    again = (0.0 if kept else inputs) + (0.0 if by_op else left * scatter)
+    scales = roofline.costs.scale_reductions if in_float8 else (0, 0, 0, 0)
+    forward_scales, backward_scales, *again_scales = (
+        count * roofline.rates.small_reduction_seconds for count in scales
+    )
+    again += again_scales[0 if by_op else 1]
+    forward = inputs + 2 * left * scatter + forward_scales
+    backward = gradients + 2 * left_cast * scatter + backward_scales
+    again *= roofline.checkpointed
+    return Passes(n_layers * forward, n_layers * backward + again)
+
+
+def _context_parallel(roofline: Roofline) -> Passes:
+    """Seconds in which keys and values of whole sequences are gathered and their gradients reduced,
+    with the copies around them. Activation checkpointing keeps none of them."""
+    job, cp, tp = roofline.job, roofline.job.degrees.cp, roofline.job.degrees.tp
+    if cp == 1:
+        return Passes()
+    whole = 2 * 2 * cp * roofline.tokens * job.model_args.kv_dim // tp  # bytes
+    collective = roofline.gather_s(whole, cp, tp)
+    forward = collective + roofline.move_s((2 / cp + 2) * whole, 3)
+    backward = collective + roofline.move_s(3 * whole, 2)
+    n_layers, again = job.model_args.n_layers, roofline.checkpointed * forward
+    return Passes(n_layers * forward, n_layers * backward + again)

@@ -1,4 +1,4 @@
-"""The workload of a job's step, from which its time and its memory follow."""
+"""The workload of a job's step, from which its time and memory follow, and what float8 gains."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +12,11 @@ from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.training.model import choose_linears, find_recomputed
 
-from .constants import rates_of
-from .memory import Moment, rank_moments
-from .pipeline_time import time_step
-from .prediction import Prediction, predict
-from .rank import without_fsdp
+from .constants import RATE_RANGE, SPEEDUP_RANGE, SPLIT_RATE_RANGE, rates_of
+from .memory import RESERVED_RATIO, RESERVED_RATIO_WITHOUT_FSDP, Moment, job_memory
 from .roofline import Roofline
-from .step import StepTime
-
-RESERVED_RATIO = 1.26
-"""Reserved memory over the estimated peak: the highest of eight measurements, 1.18 to 1.26, that
-torchtitan published for Llama 3 8B and 70B on 8 to 256 GPUs. It is not a bound: memory that one of
-FSDP's streams frees cannot be used by the others. Where a rank has few tokens, such fragmentation
-adds up to 4 % (4,096 tokens: 1.30) or 11 % (2,048: 1.40), counted on a fake H100 for two layers of
-8B."""
-RESERVED_RATIO_WITHOUT_FSDP = 1.1
-"""The same without FSDP: 1.095 for 2 and 4 layers of 8B, 1.11 for two stages with tensor
-parallelism, counted on a fake H100."""
+from .share import without_fsdp
+from .step import StepTime, time_step
 
 
 @dataclass(frozen=True)
@@ -44,40 +32,31 @@ class Workload:
         """The linears that train in float8."""
         return [choice for choice in self.choices if choice.converted]
 
-    def roofline(self, device: DeviceSpec, attention_kernel: str = "") -> Roofline:
-        """Return the costs of a microbatch on `device`."""
-        return Roofline(device, rates_of(device), self.job, self.recomputed, attention_kernel)
+    def roofline(self, device: DeviceSpec) -> Roofline:
+        """Return the times of kernels on `device`."""
+        return Roofline(device, rates_of(device), self.job, self.recomputed)
 
-    def predict(self, device: DeviceSpec, attention_kernel: str = "") -> Prediction:
-        """Predict the time of a step in bf16, and in float8 as converted."""
-        return predict(self.roofline(device, attention_kernel), self.choices)
-
-    def time(self, device: DeviceSpec, attention_kernel: str = "") -> StepTime:
-        """Time a step as converted. Faster than `predict`, which also has the band."""
-        return time_step(self.roofline(device, attention_kernel), self.choices, self.converted)
-
-    def moments(self, *, on_cpu: bool = False) -> list[Moment]:
-        """Estimate what a rank holds at the moments of a step at which memory can peak; of a
-        pipeline's ranks, the one with the largest peak."""
-        return max(self.rank_moments(on_cpu=on_cpu), key=peak_bytes)
-
-    def rank_moments(self, *, on_cpu: bool = False) -> list[list[Moment]]:
-        """Estimate the same for each rank of a pipeline; else one list."""
-        return rank_moments(self.job, {each.kind for each in self.converted}, on_cpu=on_cpu)
+    def time(self, device: DeviceSpec) -> StepTime:
+        """Time a step as converted."""
+        return time_step(self.roofline(device), self.choices, self.converted)
 
     @property
-    def reserved_ratio(self) -> float:
-        """Memory that a GPU reserves in a step, over the largest moment."""
-        return RESERVED_RATIO_WITHOUT_FSDP if without_fsdp(self.job) else RESERVED_RATIO
+    def peak(self) -> Moment:
+        """The moment of a step at which a rank holds the most memory."""
+        moments = job_memory(self.job, {each.kind for each in self.converted})
+        return max(moments, key=lambda moment: moment.total)
 
-    def reserved_gib(self, *, on_cpu: bool = False) -> float:
-        """Return the memory that a GPU reserves in a step, in GiB, by `reserved_ratio`."""
-        return self.reserved_ratio * peak_bytes(self.moments(on_cpu=on_cpu)) / 2**30
+    @property
+    def reserved_gib(self) -> float:
+        """Memory that a GPU reserves in a step, in GiB."""
+        ratio = RESERVED_RATIO_WITHOUT_FSDP if without_fsdp(self.job) else RESERVED_RATIO
+        return ratio * self.peak.total / 2**30
 
-
-def peak_bytes(moments: Sequence[Moment]) -> int:
-    """Return the most memory of some moments."""
-    return max(moment.total for moment in moments)
+    @property
+    def rate_range(self) -> tuple[float, float]:
+        """The range of a run's rate over the predicted one, by published runs of its kind."""
+        degrees = self.job.degrees
+        return SPLIT_RATE_RANGE if degrees.cp * degrees.pp > 1 else RATE_RANGE
 
 
 def build_workload(
@@ -87,11 +66,8 @@ def build_workload(
     device: DeviceSpec | None = None,
     choices: list[LinearChoice] | None = None,
 ) -> Workload:
-    """Decide which linears train in float8, and what is recomputed.
-
-    The device need not be present. Only [float8] filter_fqns = ["auto"] needs its data sheet.
-    `choices` for the linears, if any, are taken over.
-    """
+    """Decide which linears train in float8, and what is recomputed. The device need not be present;
+    only [float8] filter_fqns = ["auto"] needs its data sheet. `choices`, if any, are taken over."""
     choices = choices or choose_linears(job, slower=partial(_slower_linears, job, device))
     recomputed = find_recomputed(job, choices, fused_attention=fused_attention)
     return Workload(job, choices, recomputed)
@@ -108,26 +84,65 @@ def _slower_linears(
             'linears to keep, such as ["wk", "wv"].'
         )
     # What is recomputed depends on the linears in float8: "auto" compares what bf16 recomputes.
+    # Reductions of scales and gathers in float8 can make all linears faster together, or none.
     roofline = Roofline(device, rates_of(device), job, find_recomputed(job, []))
-
-    # Device time alone chooses. Launches on the host, reductions of scales and gathers in float8
-    # can make a step shorter with all linears, or with none.
-    def step_s(in_float8: Sequence[LinearChoice]) -> float:
-        return time_step(roofline, linears, in_float8).step_s
-
-    chosen = min((roofline.choose(linears), linears, ()), key=step_s)
-    eager = "" if roofline.compiled else ", as eager casts are not fused"
-
-    def reason(ratio: float) -> str:
-        if ratio < 1:
-            return f"auto: {ratio:.2f}x the time of bf16, but launches and reductions cost more"
-        return f"auto: {ratio:.2f}x the time of bf16{eager}"
-
+    chosen = min(
+        (roofline.choose(linears), linears, ()),
+        key=lambda in_float8: time_step(roofline, linears, in_float8).step_s,
+    )
     return {
-        linear.kind: reason(roofline.ratio(linear, chosen))
+        linear.kind: f"auto: {roofline.ratio(linear, chosen):.2f}x the time of bf16"
         for linear in linears
         if linear not in chosen
     }
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Times of a step in bf16, and in float8 with the linears that are converted."""
+
+    recipe: str
+    bf16: StepTime
+    float8: StepTime
+    better_kept: list[str] | None  # linears in float8 that bf16 makes faster; None: all are in bf16
+
+    @property
+    def speedup(self) -> float:
+        """Time in bf16 over time in float8: above 1 float8 pays."""
+        return self.bf16.step_s / self.float8.step_s
+
+    @property
+    def speedup_range(self) -> tuple[float, float]:
+        """The range of the speedup by the errors of published runs."""
+        return self.speedup * SPEEDUP_RANGE[0], self.speedup * SPEEDUP_RANGE[1]
+
+    def verdict(self, *, on: bool = True) -> str:
+        """Return the gain in one sentence, of float8 that is `on` or could be. It helps or hurts
+        where the whole range says so."""
+        if self.better_kept is None:
+            return f"{self.recipe} float8 has no linear: filters keep all in bf16, or it is slower."
+        low, high = self.speedup_range
+        effect = "may help or hurt"
+        if low > 1 or high < 1:
+            verb = "help" if low > 1 else "hurt"
+            effect = f"{verb}s" if on else f"would {verb}"
+        return (
+            f"{self.recipe} float8 {effect}: a step {'runs' if on else 'would run'} at "
+            f"{self.speedup:.2f}x the speed of bf16 ({low:.2f} to {high:.2f}); keep "
+            f"{', '.join(self.better_kept) or 'no linear'} in bf16."
+        )
+
+
+def predict_gain(work: Workload, device: DeviceSpec) -> Gain:
+    """Predict what float8 gains over bf16."""
+    roofline, in_float8 = work.roofline(device), work.converted
+    chosen = roofline.choose(in_float8)
+    return Gain(
+        recipe=work.job.config.float8.recipe_name,
+        bf16=time_step(roofline, work.choices, []),
+        float8=time_step(roofline, work.choices, in_float8),
+        better_kept=[each.kind for each in in_float8 if each not in chosen] if in_float8 else None,
+    )
 
 
 def tokenizer_values(model: ModelConfig) -> TokenizerValues:

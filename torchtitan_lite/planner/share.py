@@ -1,0 +1,89 @@
+"""A rank's share of a job's model: numbers of weights, and the bytes of an element.
+
+FSDP gathers and scatters the weights of a block together, those of the embedding, and those of the
+last norm with the projection to the vocabulary. Tensor parallelism splits matrices, not norms.
+"""
+
+from collections.abc import Collection
+
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
+from torchtitan_lite.config import Config
+from torchtitan_lite.config.job import Job
+from torchtitan_lite.parallel.one_rank import needs_no_fsdp
+
+EMBEDDING = "tok_embeddings"
+WIDTHS = {"bfloat16": 2, "float32": 4}  # bytes of an element
+
+
+def state_widths(config: Config) -> tuple[int, int]:
+    """Return the bytes of an element of weights, and of the optimizer's state of it."""
+    dtype, optimizer = config.training.dtype, config.optimizer
+    return WIDTHS[dtype], 2 * WIDTHS[optimizer.state_dtype or dtype]  # AdamW's two moments
+
+
+def without_fsdp(job: Job) -> bool:
+    """Return whether `job` trains without FSDP: if no two of its ranks have the same weights."""
+    data_ranks = job.degrees.dp * job.degrees.cp
+    return needs_no_fsdp(job.config.training, data_ranks=data_ranks)
+
+
+class Share:
+    """What a rank of a job's pipeline has; without a pipeline the whole model."""
+
+    def __init__(self, job: Job, float8_linears: Collection[str], *, rank: int = 0) -> None:
+        """`float8_linears` are kinds of linears, such as attention.wq."""
+        config, model = job.config, job.model_args
+        self.job, self.config, self.model, self.rank = job, config, model, rank
+        self.tp, self.microbatches = job.degrees.tp, job.batch.grad_accum_steps
+        self.float8_linears = BLOCK_LINEARS.keys() & float8_linears
+
+        # The modules of its stages.
+        names = [name for stage in job.rank_stages(rank) for name in job.stages[stage]]
+        indices = {int(name.partition(".")[2]) for name in names if name.startswith("layers.")}
+        self.has_embedding, self.has_output = EMBEDDING in names, OUTPUT in names
+        every = config.activation_checkpoint.checkpointed_layers(model.n_layers)
+        self.blocks, self.checkpointed = len(indices), len(indices & {*every})
+
+        # Bytes of an element of weights, their state, the compute type, and reduced gradients.
+        self.weight_width, self.state_width = state_widths(config)
+        self.width = WIDTHS[config.training.mixed_precision_param]
+        self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
+
+        # Numbers of weights. Tied ones are in the embedding's group.
+        sizes = {name: out * in_ for name, (out, in_) in block_linear_shapes(model).items()}
+        self.matrix = model.vocab_size * model.dim // self.tp
+        self.tied = model.tie_embeddings
+        self.block = sum(sizes.values()) // self.tp + 2 * model.dim
+        self.embedding = (self.matrix + model.dim * self.tied) * self.has_embedding
+        self.output = (self.matrix + model.dim) * (self.has_output and not self.tied)
+        self.weights = self.blocks * self.block + self.embedding + self.output
+
+        # Bytes of a block's gathered weights, of which linears in float8 take one each.
+        all_gather = config.float8.enable_fsdp_float8_all_gather
+        in_float8 = sum(sizes[name] for name in self.float8_linears) // self.tp
+        self.in_float8 = in_float8 if all_gather else 0
+        self.gathered_block = self.width * (self.block - self.in_float8) + self.in_float8
+
+        # Whether weights stay gathered from the forward to the backward pass, and how often a step
+        # reduces all gradients.
+        self.without_fsdp, self.pipelined = without_fsdp(job), job.degrees.pp > 1
+        reshard = config.parallelism.fsdp_reshard_after_forward
+        in_pipeline = self.pipelined and reshard != "always"
+        self.stays = self.without_fsdp or in_pipeline or reshard == "never"
+        each = config.parallelism.fsdp_reduce_gradients == "each" and not self.without_fsdp
+        self.reductions = self.microbatches if each else 1
+
+    @property
+    def residual(self) -> int:
+        """Bytes of the residual stream [N, D], which tensor parallelism splits over the ranks."""
+        return self.width * self.job.microbatch_tokens * self.model.dim // self.tp
+
+    def only_in_float8(self, tensor: str) -> bool:
+        """Whether linears of a block read `tensor`, and all that do are in float8."""
+        readers = {name for name, linear in BLOCK_LINEARS.items() if linear.reads == tensor}
+        return bool(readers) and readers <= self.float8_linears
+
+    def gathers_float8(self, tensor: str) -> bool:
+        """Whether tensor parallelism gathers `tensor` in float8; its linears then save that."""
+        gathers = self.tp > 1 and self.config.float8.recipe.gathers_float8
+        return gathers and self.only_in_float8(tensor)
