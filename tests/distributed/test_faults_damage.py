@@ -202,7 +202,7 @@ def test_what_is_there_under_the_name_of_a_checkpoint_is_kept(tmp_path: Path) ->
     result = run(folder, f"{STEPS}=6", faults=copies)
     assert f"{checkpoint(folder, 2)} was there already, and is kept" in result.stdout
     assert reported(folder, "state", "exit_code") == ["failed", 7]
-    in_the_way = f"{checkpoint(folder, 4)} is in the way of a save: notes.txt in it"
+    in_the_way = f"{checkpoint(folder, 4)}/notes.txt is in the way of a save, "
     assert in_the_way in reported(folder, "cause")[0]
     assert reported(folder, "last_checkpoint") == [str(checkpoint(folder, 2))]
     assert checkpoints(folder) == step_names(2, 4)
