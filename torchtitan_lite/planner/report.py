@@ -12,7 +12,6 @@ from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.metrics.flops import MATMULS
 
 GIB = 2**30
-FLOPS_PARTS = ("block_linears", "output", "attention")
 UNITS = {"days": 1, "hours": 24, "minutes": 24 * 60, "seconds": 24 * 3600}  # in a day
 UTILISATIONS = {
     "mfu": ("effective", ", each matmul at its own peak"),
@@ -47,8 +46,7 @@ def format_plan(plan: Plan) -> str:
         "Memory of a rank, predicted": _memory(plan["memory"]),
         f"Cost at the {schedule['origin']} rate": _cost(schedule),
         linears: _linears(plan["linears"]),
-        "Model": _model(plan["model"], plan["flops_per_token"]),
-        f"MFU at the {schedule['origin']} rate": _mfu(schedule, plan["peaks"]),
+        f"MFU at the {schedule['origin']} rate": _mfu(plan),
         "Assumed": _assumed(plan),
     }
     titled = (f"{title}\n{'-' * len(title)}\n{text}" for title, text in sections.items())
@@ -213,26 +211,18 @@ def _short(kind: str) -> str:
     return kind.rpartition(".")[2]
 
 
-def _model(model: Plan, flops: Plan) -> str:
-    total = flops["total"]
-    parts = {name.replace("_", " "): flops[name] for name in FLOPS_PARTS}
-    parts |= {f"in {name}": flops[name] for name in ("fp8", "bf16", "fp32")}
-    parts["recomputed, on top"] = flops["recompute"]
-    rows = [(name, f"{count:,}", f"{count / total:.2%}") for name, count in parts.items() if count]
-    without = f"{model['parameters_without_embedding']:,} without the input embedding"
-    if model["tie_embeddings"]:
-        without = "and the input embedding is the projection to the vocabulary"
-    text = _wrap(f"{model['parameters']:,} parameters, {without}")
-    return f"{text}\n{_table(('FLOPs per token', f'{total:,}', 'share'), rows)}"
-
-
-def _mfu(schedule: Plan, peaks: Plan) -> str:
+def _mfu(plan: Plan) -> str:
+    schedule, peaks = plan["schedule"], plan["peaks"]
     rows = [
         (name, _number(schedule[name]), f"of {_number(peaks[peak], '.1f')} TFLOPS{note}")
         for name, (peak, note) in UTILISATIONS.items()
     ]
     header = ("percent", "", f"at {schedule['tflops']:,.2f} TFLOPS per device")
-    return _table(header, rows, notes=True)
+    counted = (
+        f"{plan['model']['parameters']:,} parameters, {plan['flops_per_token']['total']:,} FLOPs a "
+        f"token, of which {plan['flops_per_token']['fp8']:,} in fp8."
+    )
+    return f"{_table(header, rows, notes=True)}\n{_wrap(counted)}"
 
 
 def _assumed(plan: Plan) -> str:
