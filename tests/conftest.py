@@ -25,7 +25,6 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.scheduler import MixOrderReduction
 from torch.distributed.elastic.multiprocessing import PContext
-from torch.distributed.pipelining import schedules
 from torchao.float8 import float8_ops, float8_training_tensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
@@ -51,7 +50,6 @@ PATCHED: list[tuple[Any, str]] = [
     (partitioners, "get_default_op_list"),
     (MixOrderReduction, "get_fusion_score"),
     (InductorChoices, "can_fuse"),
-    (schedules, "_batch_p2p"),
     (WeightWithDynamicFloat8CastTensor, "fsdp_pre_all_gather"),
     (float8_ops, "addmm_float8_unwrapped"),
     (float8_training_tensor, "_ToFloat8ConstrFunc"),

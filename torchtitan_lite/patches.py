@@ -12,7 +12,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,33 +149,6 @@ def count_no_memory_for_meshes() -> None:
     """
     if hasattr(torch._functorch.config, "unsafe_treat_script_objects_as_zero_size"):
         torch._functorch.config.unsafe_treat_script_objects_as_zero_size = True
-
-
-# ----- Pipelines -----
-
-
-def time_out_transfers() -> None:
-    """Give transfers between stages on CPU the current time-out of their group.
-
-    Changes: `_batch_p2p` of `torch.distributed.pipelining.schedules`.
-    Why: gloo's collectives follow a time-out that is set later, but its sends and receives keep the
-    one that their group was made with. A stage that hangs would block the others for that long.
-    Seen: torch 2.11 to 2.13. Remove: once gloo's `Work.wait()` follows the group's time-out.
-    """
-    from torch.distributed.pipelining import schedules
-
-    start: Callable[..., list[Any]] = inspect.unwrap(schedules._batch_p2p)
-
-    @wraps(start)
-    def start_with_timeout(ops: list[Any], desc: str | None = None) -> list[Any]:
-        works = start(ops, desc)
-        if not ops or not ops[0].tensor.is_cpu:  # NCCL's `wait(timeout)` would block the host
-            return works
-        timeout = ops[0].group._get_backend(ops[0].tensor.device).options._timeout
-        # Without a frame of ours: a rank that waits is known by its frame in torch.distributed.
-        return [SimpleNamespace(wait=partial(work.wait, timeout)) for work in works]
-
-    schedules._batch_p2p = start_with_timeout  # type: ignore[assignment]
 
 
 # ----- torchao -----

@@ -3,13 +3,11 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launching import ENV, FOLDER, ROOT, launcher, torchrun
-from processes import kill_tree
+from launching import FOLDER, launcher, torchrun
 
 from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import step_folder
@@ -58,20 +56,6 @@ def fail(folder: Path, *overrides: str, **how: Any) -> tuple[int, str]:
     ended = status(folder)
     assert ended["state"] == "failed", result.stdout[-4000:] + result.stderr[-4000:]
     return ended["exit_code"], ended["cause"]
-
-
-@contextmanager
-def started(folder: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
-    """Start torchrun for a run of two processes in `folder`. Its remaining processes are killed at
-    the end."""
-    with subprocess.Popen(
-        command(folder, *overrides),
-        cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
-        try:
-            yield process
-        finally:
-            kill_tree(process.pid)
 
 
 def status(folder: Path) -> dict[str, Any]:

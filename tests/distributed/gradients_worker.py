@@ -3,27 +3,22 @@ the trainer calls for a step's microbatches: `gradients_worker.py RUNS`, where R
 matrix_worker.py takes it. Prints as a line of JSON, by run and parameter, the norm of the
 difference relative to the norm of the gradient."""
 
-import json
-import sys
 from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 
 import torch
 import torch.distributed as dist
-from matrix_worker import CONFIG, forget_compiled
+from matrix_worker import build_job, tell_each
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.pipeline import join_stages
-from torchtitan_lite.planner.prepare import prepare_job
-from torchtitan_lite.run.process_group import end_process, init_distributed
 from torchtitan_lite.training.model import build_microbatches, build_model
 
 SETTINGS = ("--training.mixed_precision_param=float32", "--training.mixed_precision_reduce=float32")
@@ -53,9 +48,7 @@ def alone(job: Job, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
 
 def compare(overrides: list[str], *, device: torch.device) -> dict[str, float]:
     """Return the relative differences of a run by parameter. A collective call."""
-    arguments = ["--job.config_file", str(CONFIG), *SETTINGS, *overrides]
-    config = load_config(arguments, world_size=dist.get_world_size())
-    job, _ = prepare_job(config, device=device)
+    job = build_job([*SETTINGS, *overrides], device=device)
     tokens, labels = sequences(job)
     expected = alone(job, tokens, labels)
 
@@ -80,16 +73,5 @@ def compare(overrides: list[str], *, device: torch.device) -> dict[str, float]:
     return {name: max(rank[name] for rank in of_ranks if name in rank) for name in names}
 
 
-def main() -> None:
-    device = init_distributed(CommConfig())
-    found = {}
-    for name, overrides in json.loads(sys.argv[1]).items():
-        found[name] = compare(overrides, device=device)
-        forget_compiled()
-    if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
-    end_process(0)
-
-
 if __name__ == "__main__":
-    main()
+    tell_each(compare)

@@ -5,15 +5,13 @@ elements sent), and `loaded`, the weights after loading the Hugging Face model i
 or "untied" of the second argument."""
 
 import hashlib
-import json
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from matrix_worker import CONFIG
+from matrix_worker import build_job, tell_each
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,11 +19,8 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from torchtitan_lite.checkpoint.hf_folder import load_hf
 from torchtitan_lite.checkpoint.state import model_state
-from torchtitan_lite.config import CommConfig, load_config
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.planner.prepare import prepare_job
-from torchtitan_lite.run.process_group import end_process, init_distributed
 from torchtitan_lite.training.model import build_model
 
 
@@ -55,14 +50,12 @@ def digest(weight: torch.Tensor) -> str:
 
 def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     """The model's `weights` and its `traffic`."""
-    words = ["--job.config_file", str(CONFIG), *overrides]
-    config = load_config(words, world_size=dist.get_world_size())
-    job, _ = prepare_job(config, device=device)
+    job = build_job(overrides, device=device)
     mesh = build_mesh(job.degrees, device_type=device.type)
     (model,) = build_model(job, mesh, device=device).stages
     state = model_state(model)
     weights = {name.removeprefix("model."): digest(weight) for name, weight in state.items()}
-    tokens = torch.arange(2 * config.training.seq_len).view(2, -1) % job.model_args.vocab_size
+    tokens = torch.arange(2 * job.config.training.seq_len).view(2, -1) % job.model_args.vocab_size
     with Traffic() as traffic:
         model(tokens, partial(CrossEntropy(compiled=False).of_linear, labels=tokens)).backward()
     kind = "tied" if job.model_args.tie_embeddings else "untied"
@@ -71,14 +64,5 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     return {"weights": weights, "traffic": traffic.sent, "loaded": loaded}
 
 
-def main() -> None:
-    device = init_distributed(CommConfig())
-    runs = json.loads(sys.argv[1])
-    found = {name: inspect(overrides, device=device) for name, overrides in runs.items()}
-    if dist.get_rank() == 0:
-        print(json.dumps(found), flush=True)
-    end_process(0)
-
-
 if __name__ == "__main__":
-    main()
+    tell_each(inspect)

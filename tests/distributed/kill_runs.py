@@ -1,25 +1,16 @@
-"""Kill a run by SIGKILL, torchrun and all its workers, again and again, and resume it each time.
-Compare its last checkpoint with the same step of a run that was not killed, and print the losses.
-Exit code 0: nothing but steps was lost.
+"""Runs that are killed by SIGKILL, torchrun and all its workers, again and again, and are resumed
+each time: every second kill in a save, the others at any moment."""
 
-  --kills N   (default: 30); every second one in a save, the others at any moment
-  --seed N    of the moments (default: 0)
-  overrides   any other key of the config, as in training: --checkpoint.async_mode async
-"""
-
-import argparse
 import random
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launching import ROOT, launcher
+from launching import ENV, ROOT
 from processes import kill_tree, signal_tree
 
 from torchtitan_lite.checkpoint.compare import compare
@@ -27,9 +18,9 @@ from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, step_folder, steps_
 from torchtitan_lite.checkpoint.manifest import read_manifest
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
 
-LONGEST_S = 4.0
+LONGEST_S = 3.0
 """From when a run has taken its folder to a kill at any moment."""
-SAVE_S = 0.1
+SAVE_S = 0.05
 """From when a save is seen to a kill that is meant to be in it."""
 NEVER = 10**6
 """Steps of a run that is to be killed."""
@@ -63,7 +54,7 @@ def kill_runs(
     last = found[-1].newest + 2
     for path in (killed, whole):
         words = [*command(path), f"--training.steps={last}"]
-        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(words, cwd=ROOT, env=ENV, check=True, stdout=subprocess.DEVNULL)
     ends = [step_folder(path / "checkpoint", last) for path in (killed, whole)]
     progress = [read_manifest(end).progress for end in ends]
     drafts = list((killed / "checkpoint").glob(f"{DRAFT_PREFIX}*"))
@@ -78,7 +69,7 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
     since, saved = time.time(), steps_with_manifest(checkpoints)
     endless = [*command, f"--training.steps={NEVER}"]
     with log.open("w") as output:
-        process = subprocess.Popen(endless, stdout=output, stderr=output)
+        process = subprocess.Popen(endless, cwd=ROOT, env=ENV, stdout=output, stderr=output)
     try:
         wait_for(lambda: has_changed(folder / "status.json", since), process)
         time.sleep(moments.uniform(0, LONGEST_S))
@@ -135,40 +126,3 @@ def has_draft(checkpoints: Path, since: float) -> bool:
 def has_changed(path: Path, since: float) -> bool:
     """Whether there is a `path` that was written to since then."""
     return path.exists() and path.stat().st_mtime > since
-
-
-def main(argv: list[str]) -> int:
-    """Kill runs of the debug model on two processes, and print what that led to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    options, overrides = parser.parse_known_args(argv)
-
-    def command(folder: Path) -> list[str]:
-        train = [sys.executable, *launcher(2), "-m", "torchtitan_lite.train"]
-        config = ["--job.config_file", f"{ROOT}/train_configs/debug_model.toml"]
-        saves = ["--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=3"]
-        small = ["--training.seq_len=64", "--training.local_batch_size=2"]
-        schedule = "--lr_scheduler.total_steps=1000"
-        place = f"--job.dump_folder={folder}"
-        return [*train, *config, place, *saves, *small, schedule, *overrides]
-
-    with tempfile.TemporaryDirectory(prefix="kill-runs-") as name:
-        kills, same = kill_runs(command, folder=Path(name), kills=options.kills, seed=options.seed)
-    broken = [problem for kill in kills for problem in kill.broken]
-    for problem in broken:
-        print(problem)
-    in_save, whole = (sum(kill.in_save for kill in kills), sum(not kill.broken for kill in kills))
-    lost = max(kill.trained - kill.newest for kill in kills)
-    print(f"{len(kills)} kills, {in_save} of them in a save or a deletion")
-    print(f"{whole} left every checkpoint as it was written, byte for byte")
-    print(f"{lost} steps lost at most, of an interval of 2")
-    equals = "equals" if same else "DIFFERS from"
-    print(f"the final state {equals} that of a run that was not killed, bit for bit")
-    return 0 if same and not broken else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

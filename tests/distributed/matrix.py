@@ -1,13 +1,16 @@
 """Runs that are to train as one process does: every recipe, layout, activation checkpointing and
 mode; the same with ranks that share sequences, and with pipelines of every schedule; and
-vocabularies under tensor parallelism. matrix_page.py trains all of them, but only few of those with
-shared sequences or pipelines, in which every pair of values occurs. The tests train few of each."""
+vocabularies under tensor parallelism. The tests train few of each.
+
+`python tests/distributed/matrix.py FOLDER` trains all of them in about two hours on two cores, but
+only few of those with shared sequences or pipelines, in which every pair of values occurs, and
+prints the table of docs/float8_matrix.md. Started again, it goes on in FOLDER."""
 
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from pathlib import Path
 
 from launching import FOLDER, read_records, torchrun
@@ -41,7 +44,7 @@ LAYOUTS = {
 }
 """Overrides by the number of processes."""
 MORE_LAYOUTS = {"HSDP x TP": {4: (f"{TP}=2", HSDP, TWO)}}
-"""Tested, but not on the page."""
+"""Tested, but not in the table."""
 CONTEXT_LAYOUTS = {
     "CP": {2: (f"{CP}=2", TWO), 4: (f"{CP}=4", TWO)},
     "CP x TP": {4: (f"{CP}=2", f"{TP}=2", TWO)},
@@ -63,7 +66,7 @@ PIPELINE_LAYOUTS = {
 }
 """The number of processes, and overrides."""
 MORE_PIPELINE_LAYOUTS = {"PP 2 x HSDP": (4, (f"{PP}=2", HSDP))}
-"""Tested, but not on the page."""
+"""Tested, but not in the table."""
 PIPELINE_MODEL = ("--model.n_layers=8", "--optimizer.lr=5e-4")
 """Two blocks in each of 4 stages, or one in each of 8, which 4 ranks of a looped schedule have; and
 half of LR, as more blocks magnify rounding more."""
@@ -285,3 +288,32 @@ def deviation(cell: Cell, folder: Path, *, of: str = "loss") -> float:
     assert cell.reference is not None
     trained, expected = (read_records(folder / each.name) for each in (cell, cell.reference))
     return max(abs(a[of] / b[of] - 1) for a, b in zip(trained, expected, strict=True))
+
+
+def table_groups(*, steps: int) -> dict[str, list[Cell]]:
+    """Return the cells of each row of the table."""
+    return {
+        "recipes and layouts": matrix_cells(steps=steps),
+        "context parallelism": usual_pairs(context_cells(steps=steps)),
+        "pipelines": pairwise(pipeline_cells(steps=steps)),
+        "vocabularies": vocabulary_cells(),
+    }
+
+
+def main() -> None:
+    """Train what is not trained yet, and print the largest deviations of each group."""
+    folder, groups = Path(sys.argv[1]), table_groups(steps=20)
+    failed = train_cells(chain(*groups.values()), folder)
+    for name, output in failed.items():
+        print(f"{name} failed:\n{output}", file=sys.stderr)
+    print("| group | runs | loss | norm of the gradient |\n| --- | --- | --- | --- |")
+    for name, cells in groups.items():
+        trained = [cell for cell in cells if outcome(cell, folder) == ""]
+        worst = (
+            max(deviation(cell, folder, of=of) for cell in trained) for of in ("loss", "grad_norm")
+        )
+        print("|", " | ".join([name, str(len(trained)), *(f"{each:.1e}" for each in worst)]), "|")
+
+
+if __name__ == "__main__":
+    main()

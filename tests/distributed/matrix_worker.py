@@ -9,8 +9,10 @@ there. Flavors are `debugmodel`, with the tokenizer's vocabulary, and `vocab-N`.
 import gc
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torchtitan_lite.base.logger import init_logger
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CommConfig, load_config
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.metrics import hardware
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.process_group import end_process, init_distributed
@@ -55,6 +58,26 @@ def train(arguments: list[str], *, device: torch.device, watchdog: Watchdog) -> 
     except RunError as error:
         return str(error)
     return ""
+
+
+def build_job(overrides: list[str], *, device: torch.device) -> Job:
+    """Return the job of matrix.toml, changed by overrides."""
+    words = ["--job.config_file", str(CONFIG), *overrides]
+    config = load_config(words, world_size=dist.get_world_size())
+    return prepare_job(config, device=device)[0]
+
+
+def tell_each(look: Callable[..., Any]) -> None:
+    """Print as a line of JSON, by name, what `look` finds with the overrides of each run of the
+    first argument, RUNS, on a device."""
+    device = init_distributed(CommConfig())
+    found = {}
+    for name, overrides in json.loads(sys.argv[1]).items():
+        found[name] = look(overrides, device=device)
+        forget_compiled()
+    if dist.get_rank() == 0:
+        print(json.dumps(found), flush=True)
+    end_process(0)
 
 
 def forget_compiled() -> None:

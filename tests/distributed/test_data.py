@@ -2,10 +2,10 @@
 resumes; the end of the data; data that changes under a run."""
 
 import json
-import subprocess
 from collections import Counter
 from pathlib import Path
 
+import launching
 import pytest
 from faults import checkpoint, reported
 from launching import FOLDER, torchrun, train_arguments
@@ -13,7 +13,6 @@ from launching import FOLDER, torchrun, train_arguments
 from torchtitan_lite.checkpoint.manifest import read_manifest
 
 SEQ_LEN = 64
-Run = subprocess.CompletedProcess[str]
 
 
 def write_text(path: Path, *, lines: int) -> None:
@@ -33,17 +32,15 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--training.datasets=[{code},{prose}]"
 
 
-def run(folder: Path, *overrides: str, processes: int) -> Run:
-    """The finished run of the tiny config, which saves at its end and notes what each process
-    trained on."""
+def arguments(folder: Path, *overrides: str) -> list[str]:
+    """The arguments of torchrun for a run of the tiny config, which saves at its end and notes what
+    each process trained on."""
     _, _, *words = train_arguments(folder, "--checkpoint.enable", *overrides)
-    return torchrun(str(FOLDER / "samples_worker.py"), *words, processes=processes)
+    return [str(FOLDER / "samples_worker.py"), *words]
 
 
 def finish(folder: Path, *overrides: str, processes: int) -> str:
-    result = run(folder, *overrides, processes=processes)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    return result.stdout
+    return launching.finish(*arguments(folder, *overrides), processes=processes)
 
 
 def trained(folder: Path) -> dict[int, list[tuple[int, str]]]:
@@ -127,7 +124,8 @@ def test_data_that_changed_is_refused_on_resume_unless_allowed(tmp_path: Path) -
     finish(folder, *settings, "--training.steps=2", processes=2)
     before = read_manifest(checkpoint(folder, 2)).progress.data
     write_text(tmp_path / "text.txt", lines=101)
-    assert run(folder, *settings, "--training.steps=3", processes=2).returncode != 0
+    refused = torchrun(*arguments(folder, *settings, "--training.steps=3"), processes=2)
+    assert refused.returncode != 0
     *ended, cause = reported(folder, "state", "exit_code", "cause")
     assert ended == ["failed", 3]
     for changed in ("store 1 tokens", "store 1 fingerprint"):

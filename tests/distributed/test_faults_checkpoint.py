@@ -2,7 +2,6 @@
 processes."""
 
 import re
-import time
 from pathlib import Path
 from signal import SIGKILL
 
@@ -23,13 +22,10 @@ from faults import (
     reported,
     run,
     samples,
-    started,
     step_names,
     values,
 )
-from launching import ENV, ROOT
 from matrix import EVENLY, PP, PRECOMPUTE, STEPS
-from processes import descendants, is_alive
 
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.folders import step_folder
@@ -41,7 +37,7 @@ pytestmark = pytest.mark.timeout(300)
 
 INTERVAL, ASYNC = "--checkpoint.interval", "--checkpoint.async_mode=async"
 FLOAT8 = ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"]
-KILLS = 4  # of a run, half of them in a save; kill_runs.py takes their number
+KILLS = 4  # of a run, half of them in a save
 VALIDATION = ["--validation.enable", "--validation.freq=3"]
 VALIDATION += ["--validation.dataset_path=torchtitan_lite/models/init.py"]
 DROP_OUT = [fault("drop_out", "start"), fault("seed_by_rank", "forward 1")]
@@ -98,14 +94,7 @@ def test_a_run_in_two_parts_is_one_in_one_part_bit_for_bit(
 
 # ----- kill_runs, Checkpointer -----
 @pytest.mark.timeout(600)
-def test_kills_at_any_moment_cost_steps_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(ROOT)
-    for name in ("OMP_NUM_THREADS", "PYTHONPATH"):
-        monkeypatch.setenv(name, ENV[name])
-    monkeypatch.setattr(kill_runs, "LONGEST_S", 3.0)
-    monkeypatch.setattr(kill_runs, "SAVE_S", 0.05)
+def test_kills_at_any_moment_cost_steps_and_nothing_else(tmp_path: Path) -> None:
     settings = [f"{INTERVAL}=2", "--checkpoint.keep_latest_k=3", "--lr_scheduler.total_steps=1000"]
     kills, same = kill_runs.kill_runs(
         lambda folder: command(folder, *settings), folder=tmp_path, kills=KILLS, seed=0
@@ -115,27 +104,6 @@ def test_kills_at_any_moment_cost_steps_and_nothing_else(
     assert max(kill.trained - kill.newest for kill in kills) <= 2
     assert kills[-1].newest > kills[0].newest
     assert same
-
-
-# ----- Watchdog -----
-def test_without_torchrun_its_workers_end_and_the_next_run_goes_on(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    with started(folder, f"{STEPS}=100000") as torchrun:
-        while not (checkpoint(folder, 2) / "manifest.json").exists():
-            time.sleep(0.05)
-        _, *workers = descendants(torchrun.pid)
-        assert len(workers) == 2
-        torchrun.send_signal(SIGKILL)
-        deadline = time.monotonic() + 15
-        while any(map(is_alive, workers)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-    assert reported(folder, "state", "exit_code") == ["failed", 6]
-    assert "torchrun" in reported(folder, "cause")[0]
-    newest = int(checkpoints(folder)[-1][-8:])
-    output = finish(folder, f"{STEPS}={newest + 1}")
-    assert f"resumed from {checkpoint(folder, newest)}" in output
-    assert list(records(folder)) == list(range(1, newest + 2))
 
 
 # ----- Checkpointer, find_resume -----

@@ -1,7 +1,6 @@
 """What happens to pipelines when a rank of one stage is stopped, is killed, hangs, or has bad
-numbers or a full disk."""
+numbers."""
 
-import re
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 
@@ -24,7 +23,7 @@ from faults import (
 )
 from matrix import EVENLY, PP, STEPS
 
-from torchtitan_lite.checkpoint.reading import SafeReader, verify_checkpoint
+from torchtitan_lite.checkpoint.reading import SafeReader
 
 pytestmark = pytest.mark.timeout(300)
 PIPELINE = (f"{PP}=2", *EVENLY)
@@ -60,9 +59,9 @@ def test_a_stopped_and_a_killed_pipeline_goes_on_bit_for_bit(tmp_path: Path) -> 
 
 
 def test_a_stage_that_sleeps_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    """The other stage waits for it in a transfer, which is no collective."""
+    """The other stage waits for it in a transfer, which on CPU keeps its first time-out."""
     asleep = fault("sleep", "forward 4", 1, seconds=600)
-    timeouts = ("--comm.init_timeout_seconds=200", "--comm.train_timeout_seconds=5")
+    timeouts = ("--comm.init_timeout_seconds=30", "--comm.train_timeout_seconds=5")
     code, cause = fail(tmp_path, *PIPELINE, *timeouts, faults=[asleep])
     assert (code, *reported(tmp_path, "rank")) == (6, 1)
     assert "rank 1 is in no collective, but at step 4, forward and backward, at" in cause
@@ -82,12 +81,3 @@ def test_bad_gradients_of_one_stage_update_none(tmp_path: Path) -> None:
     assert len(names) == 2 * 9 + 3
     for before, after, same in zip(saved, saved[1:], (False, True, False), strict=False):
         assert {torch.equal(before[name], after[name]) for name in names} == {same}
-
-
-def test_a_full_disk_on_the_first_stage_keeps_the_checkpoint_before(tmp_path: Path) -> None:
-    full = fault("limit_files", "saving 4", 0, size=100_000)
-    code, cause = fail(tmp_path, *PIPELINE, faults=[full])
-    assert code == 7
-    assert re.search(r"\.tmp-step-00000004 cannot be written: rank 0: .*File too large", cause)
-    assert verify_checkpoint(checkpoint(tmp_path, 2), hashes=True) == []
-    assert reported(tmp_path, "last_checkpoint") == [str(checkpoint(tmp_path, 2))]

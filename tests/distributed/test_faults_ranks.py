@@ -301,14 +301,6 @@ KILL = fault("send", "forward 8", 1, number=SIGKILL)
 
 
 @pytest.mark.quick
-def test_after_a_rank_was_killed_all_start_again_from_the_last_checkpoint(
-    launcher: Launcher, straight: Path, half_done: Path
-) -> None:
-    run = launcher.run(half_done, *SETTINGS, faults=[KILL], restarts=1, code=0)
-    assert run.output.count(f"resumed from {checkpoint(half_done, 6)}") == 2
-    assert_same_run(half_done, straight)
-
-
 def test_a_restart_continues_from_its_jobs_checkpoint_whatever_load_step_says(
     launcher: Launcher, straight: Path, folder: Path
 ) -> None:

@@ -6,7 +6,6 @@ from itertools import product
 from pathlib import Path
 
 import matrix
-import matrix_page
 import pytest
 from launching import ENV, read_losses, read_records
 
@@ -130,12 +129,3 @@ def test_mfu_counts_the_same_documents_on_any_layout(folder: Path) -> None:
             assert cell.reference is not None
             alone = share(cell.reference)
             assert share(cell) == pytest.approx(alone) and max(alone) < 0.99
-
-
-# ----- matrix_page -----
-def test_the_page_shows_what_came_of_the_cells(folder: Path) -> None:
-    page = matrix_page.page(folder, CONTEXT, PIPELINES, steps=STEPS)
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    for cell in [*TRAINED, *VOCABULARIES]:
-        figure, name = f"{matrix.deviation(cell, folder):.1e}", cell.factors[0]
-        assert any(row[0] == name and figure in row for row in rows), cell.name

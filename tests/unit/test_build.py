@@ -1,6 +1,5 @@
 """What is asked of a step, by which data sheet it is predicted, and which weights begin a run."""
 
-import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.planner.prepare import planned_device
 from torchtitan_lite.training import build
-from torchtitan_lite.training.build import build_checkpointer, build_course, check_resume
+from torchtitan_lite.training.build import build_checkpointer, check_resume
 from torchtitan_lite.training.model import asked_of_step, build_meta_model
 
 FLOAT8 = {"enable_float8_linear": True}
@@ -103,23 +102,19 @@ def test_planned_device_guesses_no_rates(name, float8, planned, monkeypatch):
     assert planned_device(torch.device("cpu"), config) is None
 
 
-# ----- check_resume, build_course -----
+# ----- check_resume -----
 
 
 def test_a_resume_logs_what_it_changes(notices):
     saved = CheckpointManifest(
         world_size=2,
         model=asdict(job_of(Config()).model_args),
-        config="[training]\nsteps = 30\nlocal_batch_size = 8\nglobal_batch_size = -1",
-        progress=replace(NEW_RUN, step=20, last_step=25),
+        config="[training]\nsteps = 30",
+        progress=replace(NEW_RUN, step=20),
     )
-    resume = Resume(Path(), saved)
-    job = job_of(Config(training=TrainingConfig(steps=40, global_batch_size=8)))
-    check_resume(resume, job)
-    build_course(job, resume, last_step=40)
-    assert "since step 20: global batch: 16 sequences -> 8 sequences" in notices.messages
-    assert "global_batch_size" not in notices.text
-    assert re.search(r"step 20: learning rate in step 20: \S+ -> \S+", notices.text)
+    job = job_of(Config(training=TrainingConfig(steps=40)))
+    check_resume(Resume(Path(), saved), job)
+    assert "since step 20: [training] steps: 30 -> 40" in notices.messages
 
 
 # ----- build_checkpointer -----

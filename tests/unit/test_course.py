@@ -1,11 +1,11 @@
-"""The course of a run beside that of the run that it resumes."""
+"""The learning rates of a run, and the global batch size that a resume keeps."""
 
 import pytest
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.config import Config, Course, keep_batch, read_decisive
+from torchtitan_lite.config import Config, keep_batch, learning_rate, saved_batch
 
-# ----- read_decisive -----
+# ----- saved_batch -----
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from torchtitan_lite.config import Config, Course, keep_batch, read_decisive
     ],
 )
 def test_the_saved_batch_is_a_number(toml: str, world_size: int, expected: int) -> None:
-    assert read_decisive(toml, world_size=world_size).training.global_batch_size == expected
+    assert saved_batch(toml, world_size=world_size) == expected
 
 
 # ----- keep_batch -----
@@ -44,23 +44,11 @@ def test_a_batch_that_the_processes_cannot_make_is_refused() -> None:
         keep_batch(config, saved=8, world_size=4)
 
 
-# ----- Course -----
+# ----- learning_rate -----
+def test_the_schedule_ends_with_the_run_unless_it_has_its_own_total() -> None:
+    def in_step_30(**schedule: object) -> float:
+        tables = {"optimizer": {"lr": 2.0}, "lr_scheduler": {"warmup_steps": 0, **schedule}}
+        return learning_rate(Config.model_validate(tables), 30, last_step=40)
 
-
-def course(*, steps: int = 30, batch: int = 8, **schedule: object) -> Course:
-    tables = {"optimizer": {"lr": 1.0}, "lr_scheduler": {"warmup_steps": 0, **schedule}}
-    return Course(Config.model_validate(tables), batch, steps)
-
-
-@pytest.mark.parametrize(("before", "now", "expected"), [
-    (course(), course(), []),
-    (course(total_steps=30), course(), []),
-    (course(batch=4), course(batch=8), ["global batch: 4 sequences -> 8 sequences"]),
-    (course(total_steps=50), course(steps=40, total_steps=50), []),
-    (course(), course(steps=40), ["learning rate in step 30: 0.0323 -> 0.268"]),
-    (course(decay_ratio=0.0), course(steps=40, decay_ratio=0.25), []),  # from step 31 on
-    (course(total_steps=40), course(decay_ratio=0.0, total_steps=40),
-     ["learning rate in step 30: 0.268 -> 1"]),
-])  # fmt: skip
-def test_changes_of_the_course_are_named(before, now, expected):
-    assert now.changes(before, step=30) == expected
+    assert in_step_30(total_steps=30) < in_step_30() == in_step_30(total_steps=40)
+    assert in_step_30(decay_ratio=0.0) == 2.0

@@ -27,23 +27,14 @@ SETTINGS = [
 # ----- build_optimizer, step_unless, BFloat16AdamW -----
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-def test_implementations_make_the_same_update(implementation: str) -> None:
-    weights = []
-    for ours in (True, False):
-        torch.manual_seed(0)
-        linear = nn.Linear(8, 8, bias=False)
-        config = OptimizerConfig(lr=0.1, beta2=0.9, eps=1e-6, implementation=implementation)
-        settings = {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-6, "weight_decay": 0.1}
-        optimizer = torch.optim.AdamW(linear.parameters(), **settings)
-        if ours:
-            optimizer = build_optimizer(linear.parameters(), config)
-            assert optimizer.defaults["fused"] is (implementation == "fused")
-        for _ in range(3):
-            linear(torch.ones(1, 8)).square().sum().backward()
-            optimizer.step()
-        weights.append(linear.weight)
-    torch.testing.assert_close(*weights)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_settings_reach_the_optimizer(settings: dict[str, str]) -> None:
+    config = OptimizerConfig(lr=0.1, beta2=0.9, eps=1e-6, weight_decay=0.2, **settings)
+    found = build_optimizer([nn.Parameter(torch.ones(3))], config).defaults
+    expected = {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-6, "weight_decay": 0.2}
+    assert {key: found[key] for key in expected} == expected
+    if name := settings.get("implementation"):
+        assert (found["fused"], found["foreach"]) == (name == "fused", name == "foreach")
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -92,24 +83,16 @@ def updates(state_dtype: str, *, steps: int) -> tuple[torch.Tensor, Any]:
     return weight.detach(), optimizer.state[weight]
 
 
-SHARES = (0, 0.5, 0.5, 0.001)
-
-
-@pytest.mark.parametrize(("settings", "share"), [*zip(SETTINGS, SHARES, strict=True)])
-def test_weights_in_bfloat16_have_moments_in_bfloat16(settings, share):
-    """Almost all weights are AdamW's step in float32, rounded once. Other implementations than the
-    fused one round in between."""
+def test_weights_in_bfloat16_are_rounded_once() -> None:
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(64, 256, dtype=torch.bfloat16))
     expected = nn.Parameter(weight.detach().float())
     gradient = torch.randn_like(weight)
-    for parameter, config in ((weight, settings), (expected, {})):
+    for parameter, settings in ((weight, {"state_dtype": "bfloat16"}), (expected, {})):
         parameter.grad = gradient.to(parameter.dtype)
-        optimizer = build_optimizer([parameter], OptimizerConfig(lr=0.1, **config))
+        optimizer = build_optimizer([parameter], OptimizerConfig(lr=0.1, **settings))
         step_unless(optimizer, torch.tensor(0.0))
-        dtypes = {optimizer.state[parameter][name].dtype for name in ("exp_avg", "exp_avg_sq")}
-        assert dtypes == {parameter.dtype}
-    assert (weight != expected.bfloat16()).float().mean() <= share
+    assert (weight != expected.bfloat16()).float().mean() <= 0.001
 
 
 def test_moments_in_bfloat16_update_nearly_as_float32_does() -> None:

@@ -5,9 +5,7 @@ patches are undone after each test, in tests/conftest.py. Of graphs: test_graph_
 """
 
 import inspect
-import threading
 from dataclasses import replace
-from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +26,6 @@ from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchao.float8 import float8_ops, fsdp_utils
@@ -132,38 +129,6 @@ def test_count_no_memory_for_meshes() -> None:
         partitioners._size_of(node)
     patches.count_no_memory_for_meshes()
     assert partitioners._size_of(node) == 0
-
-
-def test_time_out_transfers_as_their_group(monkeypatch):
-    groups: dict[int, dist.ProcessGroupGloo] = {}
-    store = dist.HashStore()
-
-    def join(rank: int) -> None:
-        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
-
-    ranks = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    groups[0]._set_default_timeout(timedelta(milliseconds=50))
-
-    received = torch.zeros(1)
-    to_all = SimpleNamespace(_get_backend=lambda device: groups[0])
-    op = SimpleNamespace(tensor=received, group=to_all)
-    monkeypatch.setattr(
-        schedules, "_batch_p2p", lambda ops, desc: [groups[0].recv([received], 1, 0)]
-    )
-    late = threading.Timer(1, lambda: groups[1].send([torch.ones(1)], 0, 0))
-    late.start()
-    schedules._wait_batch_p2p(schedules._batch_p2p([op], "fwd_recv"))
-    assert received.item() == 1
-    late.join()
-
-    for _ in range(2):
-        patches.time_out_transfers()
-    with pytest.raises(RuntimeError, match="gloo.*Timed out waiting 50ms"):
-        schedules._wait_batch_p2p(schedules._batch_p2p([op], "fwd_recv"))
 
 
 def test_scale_gathered_weights_over_all_shards_and_not_over_fsdps_ranks(monkeypatch):

@@ -72,7 +72,7 @@ class TrainingProgress:
     schedule_start: Literal[0] = 0
     """Earlier versions could begin the learning rate's schedule at a later step."""
     last_step: Count | None = None
-    """Last step of the run that saved it; 0.3 and earlier did not write it."""
+    """Not read any more: what earlier versions wrote."""
 
     def held_out(self, store: int) -> int:
         """Return how many windows of a store, numbered from 1, are held out for validation."""

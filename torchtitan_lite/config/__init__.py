@@ -11,7 +11,7 @@ from .arithmetic import (
     sequence_parts,
 )
 from .checks import check_config, check_decay
-from .course import Course, keep_batch, log_odd_schedule, read_decisive
+from .course import keep_batch, learning_rate, log_odd_schedule, saved_batch
 from .keys import did_you_mean, format_config_page, format_help, show_settings
 from .layers import asks_for_help, find_config, given_keys, shipped_configs
 from .loading import check_model_table, dump_config, load_config, shared_settings

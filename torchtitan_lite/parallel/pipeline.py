@@ -21,7 +21,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import IGNORED
-from torchtitan_lite.patches import time_out_transfers
 
 from .microbatches import Microbatch, ModelLoss
 from .one_rank import MixedPrecisionTransformer
@@ -99,7 +98,6 @@ class PipelinedMicrobatches:
         """`losses` are this rank's stages, `indices` their numbers of `n_stages`. `hidden` is like
         the residual stream of a microbatch, on meta [B, s, D]. `timed` measures the time of the
         `pipeline` and of `stage N`."""
-        time_out_transfers()
         self._number, self._device, self._timed = n_microbatches, device, timed
         of_loss = torch.empty((), device="meta")
         self._stages = stages = [

@@ -15,15 +15,13 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.run_files import RecordKind
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest, TrainingProgress
+from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress
 from torchtitan_lite.checkpoint.matching import check_model
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config import (
-    Course,
     MetricsConfig,
     check_decay,
     log_odd_schedule,
-    read_decisive,
 )
 from torchtitan_lite.config.differences import config_changes
 from torchtitan_lite.config.job import Job
@@ -45,30 +43,12 @@ from .optim import build_optimizer
 # ----- Data and checkpoints -----
 
 
-def build_course(job: Job, resume: Resume | None, *, last_step: int) -> Course:
-    """Build the course of a run, and log how it differs from that of the resumed checkpoint."""
-    progress = NEW_RUN if resume is None else resume.progress
-    batch = job.batch.global_batch_size
-    course = Course(job.config, batch, last_step)
-    if resume is None or not 0 < progress.step < last_step:
-        return course
-
-    saved = resume.manifest
-    config = read_decisive(saved.config, world_size=saved.world_size)
-    last_before = saved.progress.last_step or last_step  # version 0.3 and earlier did not save it
-    before = Course(config, config.training.global_batch_size, last_before)
-    for change in course.changes(before, step=progress.step):
-        logger.info(f"since step {progress.step}: {change}")
-    return course
-
-
 def check_resume(resume: Resume, job: Job) -> None:
     """Raise CheckpointError for a checkpoint of another model. Log the config's changes since."""
     saved = resume.manifest
     check_model(saved.model, asdict(job.model_args), path=resume.path)
     for change in config_changes(saved.config, job.to_toml()):
-        if not change.startswith("[training] global_batch_size"):  # may be -1: see `build_course`
-            logger.info(f"since step {saved.progress.step}: {change}")
+        logger.info(f"since step {saved.progress.step}: {change}")
 
 
 def build_batches(
@@ -178,8 +158,6 @@ def build_checkpointer(
     if initial is None and settings.initial_load_in_hf:
         initial = job.config.model.tokenizer_path
     if resume is not None:
-        if initial is not None and resume.path != Path(initial):
-            logger.info("[checkpoint] initial_load_path is ignored: this run resumes")
         checkpointer.load(resume)
     elif initial is not None:
         checkpointer.load_weights(Path(initial), job.model_args)

@@ -10,7 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
 
-from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import Precision
 from torchtitan_lite.catalog.flavors import OUTPUT, ModelArgs
@@ -36,7 +35,6 @@ from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, Timed, cut_
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
 
-FLEX_CAPABILITY = (8, 0)  # of the oldest GPUs on which PyTorch tests FlexAttention
 DTYPES: dict[Precision, str] = {"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -158,16 +156,10 @@ def build_meta_model(
 
 def find_attention(job: Job, *, device: torch.device) -> str:
     """Return what computes attention on `device`: FLEX_ATTENTION or the name of an SDPA backend, of
-    which MATH stores all scores. Raises ConfigError for a GPU without FlexAttention that needs it.
-    """
+    which MATH stores all scores."""
     args, seq_len = job.model_args, job.model_args.max_seq_len
     masked, on_gpu = args.document_bos_id is not None, device.type == "cuda"
     if masked and on_gpu:
-        if torch.cuda.get_device_capability(device) < FLEX_CAPABILITY:
-            raise ConfigError(
-                "[training] document_mask = true needs a GPU of compute capability 8.0 or newer, "
-                f"and {torch.cuda.get_device_name(device)} is older; set it to false."
-            )
         return "FLEX_ATTENTION"
 
     # Tensors as the model passes them: [1, heads, S, Q], with S before the heads in memory.

@@ -17,6 +17,7 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
+from torchtitan_lite.config import learning_rate
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.dataloader import PREFETCHED, Batch, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -33,7 +34,6 @@ from torchtitan_lite.run.watchdog import Watchdog
 
 from .build import (
     build_batches,
-    build_course,
     build_loaded_model,
     build_metrics,
     check_resume,
@@ -81,7 +81,6 @@ class Trainer:
         self.step = self.saved_step = progress.step
         self.first_step, self.last_step = progress.step + 1, self.batches.last_step
         self.tokens, self.save_wanted = progress.tokens, False
-        self.course = build_course(job, resume, last_step=self.last_step)
 
         # Model, optimizer, the checkpoint in both, and the guard.
         self.built, self.optimizer, self.checkpointer = build_loaded_model(
@@ -194,7 +193,7 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, batch_sizes, degrees = self.config.training, self.job.batch, self.job.degrees
-        lr = self.course.learning_rate(step)
+        lr = learning_rate(self.config, step, last_step=self.last_step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -324,7 +323,6 @@ class Trainer:
             skipped_steps=int(self.guard.skipped_steps.item()),
             consecutive_skips=int(self.guard.consecutive_skips.item()),
             loss_mean=None if math.isnan(loss_mean) else loss_mean,
-            last_step=self.last_step,
         )
 
     def report_progress(self) -> None:
