@@ -113,19 +113,10 @@ def refuse(arguments: str, *, folder: Path) -> tuple[int, str]:
         with socket.socket() as free:
             free.bind(("", 0))
             port = free.getsockname()[1]
-        process = {
-            "RANK": 0,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": 1,
-            "LOCAL_WORLD_SIZE": 1,
-            "MASTER_PORT": port,
-        }
         command = ["torchtitan_lite.train"]
-        environment = (
-            ENV
-            | {name: str(value) for name, value in process.items()}
-            | {"MASTER_ADDR": "localhost"}
-        )
+        environment = ENV | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), "0")
+        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
     without_gpus = environment | {"CUDA_VISIBLE_DEVICES": ""}
     result = warm.python(["-m", *command, *words], cwd=folder, env=without_gpus, timeout=120)
     assert "Traceback" not in result.stdout + result.stderr, result.stdout + result.stderr
