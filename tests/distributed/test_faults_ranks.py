@@ -61,51 +61,55 @@ class Ended:
     told: dict[str, str]
 
 
-class Launcher:
-    """Starts runs of faults.toml by run_train.sh, with fault_worker.py as the worker."""
+def executable(path: Path, line: str) -> str:
+    """Write a script of one line, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{line}\n")
+    path.chmod(0o755)
+    return str(path)
 
-    def __init__(self, folder: Path) -> None:
-        """Write the training text, and an environment that needs no installation, into `folder`."""
-        self.folder = folder
-        self.text = folder / "text.txt"
-        self.text.write_text(Path(json.__file__).with_name("decoder.py").read_text() * 4)
-        self._executable("env/bin/python", f'exec {sys.executable} "$@"')
-        stamp = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
-        (folder / "env/torchtitan_lite.stamp").write_text(stamp)
-        self.worker = self._executable(
-            "worker", f'exec {sys.executable} {FOLDER}/fault_worker.py "$FAULTS" "${{@:4}}"'
-        )
-        places = {"VIRTUAL_ENV": str(folder / "env"), "XDG_CACHE_HOME": str(folder / "cache")}
-        self.env = ENV | places
 
-    def _executable(self, name: str, line: str) -> str:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"#!/bin/bash\n{line}\n")
-        path.chmod(0o755)
-        return str(path)
+PLACES: dict[str, str] = {}
+"""The worker, fault_worker.py, and an environment that needs no installation, as variables."""
 
-    def start(
-        self,
-        folder: Path,
-        *overrides: str,
-        faults: Sequence[Fault] = (),
-        ranks: int = 2,
-        restarts: int = 0,
-        nodes: Mapping[str, str] = MappingProxyType({}),
-    ) -> subprocess.Popen[str]:
-        """Start a run in `folder`. `nodes` are the variables of one node of several."""
-        env = {"PYTHON_EXEC": self.worker, "FAULTS": json.dumps(faults), "NGPU": str(ranks)}
-        env |= {"CONFIG_FILE": str(FOLDER / "faults.toml"), "MAX_RESTARTS": str(restarts)}
-        words = [f"--job.dump_folder={folder}", f"--training.dataset_path={self.text}", *overrides]
-        return subprocess.Popen(
-            [ROOT / "run_train.sh", *words], cwd=ROOT, env=self.env | env | nodes,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
 
-    def run(self, folder: Path, *overrides: str, code: int, **how: Any) -> Ended:
-        """Run in `folder`, wait for the end, and assert that it ended with the exit code `code`."""
-        return ended(self.start(folder, *overrides, **how), code=code)
+@pytest.fixture(scope="module", autouse=True)
+def places(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Make PLACES, and the text that is trained on."""
+    folder = tmp_path_factory.mktemp("places")
+    executable(folder / "env/bin/python", f'exec {sys.executable} "$@"')
+    stamp = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
+    (folder / "env/torchtitan_lite.stamp").write_text(stamp)
+    worker = f'exec {sys.executable} {FOLDER}/fault_worker.py "$FAULTS" "${{@:4}}"'
+    PLACES["PYTHON_EXEC"] = executable(folder / "worker", worker)
+    PLACES["VIRTUAL_ENV"], PLACES["XDG_CACHE_HOME"] = f"{folder}/env", f"{folder}/cache"
+    PLACES["TEXT"] = f"{folder}/text.txt"
+    Path(PLACES["TEXT"]).write_text(Path(json.__file__).with_name("decoder.py").read_text() * 4)
+
+
+def start_run(
+    folder: Path,
+    *overrides: str,
+    faults: Sequence[Fault] = (),
+    ranks: int = 2,
+    restarts: int = 0,
+    nodes: Mapping[str, str] = MappingProxyType({}),
+) -> subprocess.Popen[str]:
+    """Start a run of faults.toml in `folder` by run_train.sh. `nodes` are the variables of one node
+    of several."""
+    env = {"FAULTS": json.dumps(faults), "NGPU": str(ranks), "MAX_RESTARTS": str(restarts)}
+    env["CONFIG_FILE"] = str(FOLDER / "faults.toml")
+    text = f"--training.dataset_path={PLACES['TEXT']}"
+    return subprocess.Popen(
+        [ROOT / "run_train.sh", f"--job.dump_folder={folder}", text, *overrides],
+        cwd=ROOT, env=ENV | PLACES | env | nodes,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def train(folder: Path, *overrides: str, code: int, **how: Any) -> Ended:
+    """Run in `folder`, wait for the end, and assert that it ended with the exit code `code`."""
+    return ended(start_run(folder, *overrides, **how), code=code)
 
 
 def ended(process: subprocess.Popen[str], *, code: int) -> Ended:
@@ -136,11 +140,6 @@ def none_lives(folder: Path, *, seconds: float = 20) -> bool:
     return not found
 
 
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    return Launcher(tmp_path_factory.mktemp("launcher"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
     """A run folder. Processes of its runs that outlive the test are killed."""
@@ -151,10 +150,10 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def straight(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run without faults."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    launcher.run(folder, *SETTINGS, code=0)
+    train(folder, *SETTINGS, code=0)
     return folder
 
 
@@ -179,12 +178,12 @@ def assert_same_run(folder: Path, straight: Path) -> None:
 
 
 def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
-    launcher: Launcher, straight: Path, folder: Path
+    straight: Path, folder: Path
 ) -> None:
     def stopped(*faults: Fault, by: str = "SIGTERM") -> int:
         """Run with faults that stop it, and return the step after which it stopped."""
         settings = [*SETTINGS, "--checkpoint.async_mode=async"]
-        run = launcher.run(folder, *settings, faults=faults, code=75)
+        run = train(folder, *settings, faults=faults, code=75)
         step = int(run.told["step"])
         assert [run.told["cause"]] == reported(folder, "cause")
         assert run.told["cause"] == f"stopped by {by} after step {step}"
@@ -208,15 +207,13 @@ def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
     assert 6 <= in_save < STEPS
     assert checkpoints(folder) == step_names(*sorted({1, 2, 3, 4, 6, in_save}))
     assert stopped(*slow_forward(in_save + 1, to="torchrun")) == in_save + 1
-    launcher.run(folder, *SETTINGS, code=0)
+    train(folder, *SETTINGS, code=0)
     assert_same_run(folder, straight)
 
 
-def test_a_run_whose_launcher_is_killed_stops_and_saves(
-    launcher: Launcher, half_done: Path
-) -> None:
+def test_a_run_whose_launcher_is_killed_stops_and_saves(half_done: Path) -> None:
     kill = fault("send", "forward 8", 0, number=SIGKILL, to="run_train.sh")
-    process = launcher.start(half_done, *SETTINGS, faults=[kill])
+    process = start_run(half_done, *SETTINGS, faults=[kill])
     process.communicate(timeout=SECONDS)
     assert none_lives(half_done)
     assert reported(half_done, "state", "exit_code") == ["stopped", 75]
@@ -224,46 +221,42 @@ def test_a_run_whose_launcher_is_killed_stops_and_saves(
 
 
 def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
-    launcher: Launcher, straight: Path, half_done: Path
+    straight: Path, half_done: Path
 ) -> None:
     # Not SIGINT, which a shell script that was started in the background ignores.
     term = fault("send", "written 9", 1, number=SIGTERM, to="run_train.sh")
     waits = [fault("sleep", "written 9", 1, seconds=seconds) for seconds in (5, 600)]
     faults = [term, waits[0], term, waits[1]]
-    run = launcher.run(half_done, *SETTINGS, faults=faults, code=6)
+    run = train(half_done, *SETTINGS, faults=faults, code=6)
     assert run.told["cause"] == "killed before it could stop at a step's end"
     assert run.told["last_checkpoint"] == str(checkpoint(half_done, 6))
     assert checkpoints(half_done) == [".tmp-step-00000009", "step-00000006"]
     assert none_lives(half_done)
     assert run.told["effect"] == "continues from the last checkpoint"
-    launcher.run(half_done, *SETTINGS, code=0)
+    train(half_done, *SETTINGS, code=0)
     assert checkpoints(half_done) == step_names(6, 9, 12)
     assert_same_run(half_done, straight)
 
 
-def test_a_signal_to_every_process_leaves_the_save_its_time(
-    launcher: Launcher, half_done: Path
-) -> None:
+def test_a_signal_to_every_process_leaves_the_save_its_time(half_done: Path) -> None:
     term = fault("send", "written 9", 1, number=SIGTERM)
     pause = fault("sleep", "written 9", 1, seconds=1)  # else torchrun sees two signals as one
     signals = [term | {"to": "torchrun"}, pause, term, term | {"to": "run_train.sh"}]
     faults = [*signals, pause | {"seconds": LOCK_SECONDS + 5}]
-    run = launcher.run(half_done, *SETTINGS, faults=faults, code=75)
+    run = train(half_done, *SETTINGS, faults=faults, code=75)
     assert run.told["cause"] == "stopped by SIGTERM after step 9"
     assert run.told["last_checkpoint"] == str(checkpoint(half_done, 9))
     assert none_lives(half_done)
 
 
 @pytest.mark.parametrize("node_rank", ["0", "1"])
-def test_a_signal_while_other_nodes_are_awaited_ends_the_run(
-    node_rank: str, launcher: Launcher, folder: Path
-) -> None:
+def test_a_signal_while_other_nodes_are_awaited_ends_the_run(node_rank: str, folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as node_0:
         endpoint = node_0.getsockname()
         if node_rank == "0":
             node_0.close()
         nodes = two_nodes(node_rank, port=endpoint[1])
-        process = launcher.start(folder, nodes=nodes)
+        process = start_run(folder, nodes=nodes)
         if node_rank == "1":
             node_0.accept()  # it waits for an answer, in C++
         else:
@@ -280,16 +273,14 @@ def two_nodes(rank: int | str, *, port: int) -> dict[str, str]:
     return {"NNODES": "2", "NODE_RANK": str(rank), "RDZV_ENDPOINT": f"127.0.0.1:{port}"}
 
 
-def test_a_signal_while_some_ranks_still_start_ends_the_run(
-    launcher: Launcher, folder: Path
-) -> None:
+def test_a_signal_while_some_ranks_still_start_ends_the_run(folder: Path) -> None:
     # Rank 1 has not got so far that it handles signals, and rank 0 waits for it.
     faults = [
         fault("sleep", "start", 1, seconds=8),
         fault("send", "start", 1, number=SIGTERM, to="run_train.sh"),
         fault("sleep", "start", 1, seconds=600),
     ]
-    run = launcher.run(folder, faults=faults, code=75)
+    run = train(folder, faults=faults, code=75)
     assert run.told["cause"] == "stopped by SIGTERM before the first step"
     assert none_lives(folder)
 
@@ -302,10 +293,10 @@ KILL = fault("send", "forward 8", 1, number=SIGKILL)
 
 @pytest.mark.quick
 def test_a_restart_continues_from_its_jobs_checkpoint_whatever_load_step_says(
-    launcher: Launcher, straight: Path, folder: Path
+    straight: Path, folder: Path
 ) -> None:
     settings = [*SETTINGS, "--checkpoint.load_step=0"]
-    run = launcher.run(folder, *settings, faults=[KILL], restarts=1, code=0)
+    run = train(folder, *settings, faults=[KILL], restarts=1, code=0)
     assert run.output.count(f"resumed from {checkpoint(folder, 6)}") == 1
     assert not (folder / "previous").exists()
     assert_same_run(folder, straight)
@@ -313,28 +304,28 @@ def test_a_restart_continues_from_its_jobs_checkpoint_whatever_load_step_says(
 
 @pytest.mark.quick
 def test_a_stop_in_the_last_validation_is_no_reason_to_start_again_and_no_end(
-    launcher: Launcher, straight: Path, half_done: Path
+    straight: Path, half_done: Path
 ) -> None:
     term = fault("send", f"validation {STEPS}", 1, number=SIGTERM)
-    launcher.run(half_done, *SETTINGS, faults=[term], restarts=1, code=75)
+    train(half_done, *SETTINGS, faults=[term], restarts=1, code=75)
     assert reported(half_done, "state", "step") == ["stopped", STEPS]
-    launcher.run(half_done, *SETTINGS, code=0)
+    train(half_done, *SETTINGS, code=0)
     assert_same_run(half_done, straight)
 
 
 # ----- max_minutes -----
 def test_a_run_ends_at_its_time_limit_and_goes_on_when_started_again(
-    launcher: Launcher, straight: Path, half_done: Path
+    straight: Path, half_done: Path
 ) -> None:
     settings = [*SETTINGS, "--job.max_minutes=56"]
     # In a restart, and in the last validation. A new start has all of its time.
     for step, restarts in ((7, 1), (STEPS, 0)):
         late = fault("let_pass", f"forward {step}", 0, minutes=56)
-        run = launcher.run(half_done, *settings, faults=[late], restarts=restarts, code=75)
+        run = train(half_done, *settings, faults=[late], restarts=restarts, code=75)
         told = f"stopped by the time limit ([job] max_minutes = 56) after step {step}"
         assert [run.told["cause"]] == reported(half_done, "cause") == [told]
         assert run.told["last_checkpoint"] == str(checkpoint(half_done, step))
-    run = launcher.run(half_done, *settings, code=0)
+    run = train(half_done, *settings, code=0)
     assert f"resumed from {checkpoint(half_done, STEPS)}" in run.output
     assert_same_run(half_done, straight)
 
@@ -343,11 +334,9 @@ def test_a_run_ends_at_its_time_limit_and_goes_on_when_started_again(
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_rank_that_is_always_killed_ends_the_run(
-    restarts: int, launcher: Launcher, half_done: Path
-) -> None:
+def test_a_rank_that_is_always_killed_ends_the_run(restarts: int, half_done: Path) -> None:
     always = KILL | {"always": True}
-    run = launcher.run(half_done, *SETTINGS, faults=[always], restarts=restarts, code=6)
+    run = train(half_done, *SETTINGS, faults=[always], restarts=restarts, code=6)
     assert run.output.count(f"resumed from {checkpoint(half_done, 6)}") == 1 + restarts
     assert reported(half_done, "state", "exit_code", "rank") == ["failed", 6, 1]
     assert "rank 1 was killed by SIGKILL\nexit code 6: rank 1 " in run.output
@@ -377,16 +366,16 @@ def seconds_since(step: int, folder: Path) -> float:
 
 
 @pytest.mark.quick
-def test_a_rank_that_sleeps_ends_the_run_and_is_named(launcher: Launcher, half_done: Path) -> None:
+def test_a_rank_that_sleeps_ends_the_run_and_is_named(half_done: Path) -> None:
     asleep = fault("sleep", "accumulation 8", 1, seconds=600)
     settings = [*SETTINGS, "--comm.train_timeout_seconds=5"]
-    run = launcher.run(half_done, *settings, faults=[asleep], code=6)
+    run = train(half_done, *settings, faults=[asleep], code=6)
     assert seconds_since(7, half_done) < 5 + 30
     assert_named(run, half_done, found="is in no collective, but at", step=8)
 
 
 def test_a_stopped_rank_ends_the_run_and_is_named_also_right_after_a_resume(
-    launcher: Launcher, half_done: Path
+    half_done: Path,
 ) -> None:
     # Late, because ranks post where they are once a second, and because rank 0's collective must
     # time out before the watchdog loses patience with the stopped rank.
@@ -394,7 +383,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named_also_right_after_a_resume(
     stopped = fault("send", "forward 7", 1, number=SIGSTOP)
     # The time-out up to the first step: the other one applies after it.
     settings = [*SETTINGS, "--comm.init_timeout_seconds=15"]
-    run = launcher.run(half_done, *settings, faults=[late, stopped], code=6)
+    run = train(half_done, *settings, faults=[late, stopped], code=6)
     assert time.time() - reported(half_done, "started")[0] < 15 + 30
     assert_named(run, half_done, found="was stopped and is killed now; last seen at", step=7)
 
@@ -402,9 +391,7 @@ def test_a_stopped_rank_ends_the_run_and_is_named_also_right_after_a_resume(
 # ----- UpdateGuard, loss_spike_factor, max_consecutive_skips -----
 
 
-def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(
-    launcher: Launcher, folder: Path
-) -> None:
+def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(folder: Path) -> None:
     settings = [
         "--training.steps=6", "--training.loss_spike_factor=3", "--checkpoint.interval=1",
         "--parallelism.data_parallel_replicate_degree=2",
@@ -412,12 +399,12 @@ def test_steps_whose_numbers_are_bad_on_one_rank_update_no_rank(
     note = fault("note_weights", "start")
     bad = fault("scale_loss", "forward 3", 1, factor=math.nan)
     stop = fault("send", "forward 4", 0, number=SIGTERM)
-    launcher.run(folder, *settings, faults=[note, bad, stop], code=75)
+    train(folder, *settings, faults=[note, bad, stop], code=75)
     # It is a spike compared with the losses before the stop.
     spike = fault("scale_loss", "forward 5", 1, factor=100.0)
     # Only this replica's gradients are bad, after the ranks have exchanged them.
     broken = fault("spoil_gradients", "gradients 6", 1)
-    launcher.run(folder, *settings, faults=[note, spike, broken], code=0)
+    train(folder, *settings, faults=[note, spike, broken], code=0)
     assert values(folder, "skipped_steps") == [0, 0, 1, 1, 2, 3]
     assert [step for step in range(2, 7) if changed_tensors(folder, step)] == [2, 4]
     weights = [(folder / f"weights-{rank}.jsonl").read_text() for rank in range(2)]
@@ -431,15 +418,13 @@ def changed_tensors(folder: Path, step: int) -> list[str]:
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
-def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(
-    launcher: Launcher, folder: Path
-) -> None:
+def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(folder: Path) -> None:
     settings = ["--training.steps=12", "--training.max_consecutive_skips=3"]
     settings.append("--checkpoint.interval=2")
     spike = fault("scale_loss", "forward 2", 1, factor=100.0)
     steps = range(4, 13)
     bad = [fault("scale_loss", f"accumulation {step}", 1, factor=math.nan) for step in steps]
-    launcher.run(folder, *settings, faults=[spike, *bad], code=5)
+    train(folder, *settings, faults=[spike, *bad], code=5)
     assert re.match(
         r"\[training\] max_consecutive_skips = 3: .* 3 steps up to 6 .*"
         r"step 6: loss = nan, grad_norm = nan\. Lower \[optimizer\] lr",
@@ -457,10 +442,10 @@ def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(
 
 
 def test_data_that_one_rank_lacks_ends_all_and_a_failure_before_the_first_step_keeps_what_is_known(
-    launcher: Launcher, half_done: Path
+    half_done: Path,
 ) -> None:
     lacking = fault("lack_data", "data 8", 1, message="the text of step 8 is gone")
-    run = launcher.run(half_done, *SETTINGS, faults=[lacking], code=3)
+    run = train(half_done, *SETTINGS, faults=[lacking], code=3)
     assert (run.told["cause"], run.told["rank"]) == ("the text of step 8 is gone", "1")
     (log,) = half_done.glob("logs/*/torchrun.log")
     assert set(re.findall(r"exitcode +: (-?\d+)", log.read_text())) == {"3"}
@@ -469,17 +454,15 @@ def test_data_that_one_rank_lacks_ends_all_and_a_failure_before_the_first_step_k
     assert (state, newest) == ("failed", last)
 
     nowhere = "--training.dataset_path=/nowhere.txt"
-    run = launcher.run(half_done, *SETTINGS, nowhere, ranks=1, code=3)
+    run = train(half_done, *SETTINGS, nowhere, ranks=1, code=3)
     assert "/nowhere.txt: does not exist" in run.told["cause"]
     assert (run.told["step"], run.told["last_checkpoint"]) == (str(step), last)
     assert reported(half_done, "state", "step", "last_checkpoint") == before
 
 
-def test_an_error_that_nobody_expects_on_one_rank_ends_all(
-    launcher: Launcher, half_done: Path
-) -> None:
+def test_an_error_that_nobody_expects_on_one_rank_ends_all(half_done: Path) -> None:
     crash = fault("crash", "forward 8", 1, message="no such kernel")
-    run = launcher.run(half_done, *SETTINGS, faults=[crash], code=1)
+    run = train(half_done, *SETTINGS, faults=[crash], code=1)
     assert seconds_since(7, half_done) < 30
     assert run.told["cause"] == "RuntimeError: no such kernel"
     assert (run.told["rank"], run.told["step"]) == ("1", "8")
@@ -488,16 +471,14 @@ def test_an_error_that_nobody_expects_on_one_rank_ends_all(
 
 
 # ----- RunFolder -----
-def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
-    launcher: Launcher, folder: Path
-) -> None:
+def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(folder: Path) -> None:
     settings = ["--checkpoint.keep_latest_k=1", "--checkpoint.interval=10"]
-    first = launcher.start(folder, *settings, "--training.steps=100000")
+    first = start_run(folder, *settings, "--training.steps=100000")
     deadline = time.monotonic() + SECONDS
     while not list(folder.glob("checkpoint/step-*")):
         assert time.monotonic() < deadline and first.poll() is None
         time.sleep(0.2)
-    second = launcher.run(folder, *settings, ranks=1, code=2)
+    second = train(folder, *settings, ranks=1, code=2)
     live = rf'\[job\] dump_folder = "{folder}" belongs to a live run, process \d+ on '
     assert re.search(live, second.output)
     assert reported(folder, "state") == ["running"]
@@ -508,7 +489,7 @@ def test_one_run_in_a_folder_whose_orphans_end_and_leave_it_to_the_next(
     assert reported(folder, "state", "exit_code") == ["failed", 6]
     assert reported(folder, "cause") == ["torchrun, which had started this process, is gone"]
     (saved,) = steps_with_manifest(folder / "checkpoint")
-    third = launcher.run(folder, *settings, f"--training.steps={saved + 1}", ranks=1, code=0)
+    third = train(folder, *settings, f"--training.steps={saved + 1}", ranks=1, code=0)
     assert f"resumed from {checkpoint(folder, saved)}" in third.output
 
 
@@ -522,13 +503,13 @@ def free_port() -> int:
 
 
 def test_a_node_that_is_started_again_ends_and_leaves_the_run_alone(
-    launcher: Launcher, straight: Path, folder: Path
+    straight: Path, folder: Path
 ) -> None:
     port = free_port()
 
     def start(rank: int, *faults: Fault, nodes: int = 2) -> subprocess.Popen[str]:
         at = two_nodes(rank, port=port) | {"NNODES": str(nodes)}
-        return launcher.start(folder, *SETTINGS, ranks=1, nodes=at, faults=faults)
+        return start_run(folder, *SETTINGS, ranks=1, nodes=at, faults=faults)
 
     waits = fault("await_file", "forward 8", 0, file=str(folder / "go on"))
     run = [start(0, waits), start(1)]
@@ -548,13 +529,11 @@ def test_a_node_that_is_started_again_ends_and_leaves_the_run_alone(
     assert_same_run(folder, straight)
 
 
-def test_nodes_that_were_started_differently_train_nothing(
-    launcher: Launcher, folder: Path
-) -> None:
+def test_nodes_that_were_started_differently_train_nothing(folder: Path) -> None:
     port = free_port()
     others = [[], ["--optimizer.lr=0.5", f"--job.dump_folder={folder}-2"]]
     processes = [
-        launcher.start(folder, *SETTINGS, *other, ranks=1, nodes=two_nodes(rank, port=port))
+        start_run(folder, *SETTINGS, *other, ranks=1, nodes=two_nodes(rank, port=port))
         for rank, other in enumerate(others)
     ]
     host, differs = socket.gethostname(), "differs between ranks:"
@@ -569,12 +548,10 @@ def test_nodes_that_were_started_differently_train_nothing(
 
 
 # ----- Checkpointer: a full disk -----
-def test_a_disk_that_somebody_else_fills_ends_the_run_with_its_cause(
-    launcher: Launcher, small_disk: Path
-) -> None:
+def test_a_disk_that_somebody_else_fills_ends_the_run_with_its_cause(small_disk: Path) -> None:
     folder = small_disk / "run"
     fill = fault("fill_disk", "forward 3", 0, folder=str(small_disk))
-    run = launcher.run(folder, *SETTINGS, faults=[fill], code=7)
+    run = train(folder, *SETTINGS, faults=[fill], code=7)
     full = r"\.tmp-step-00000003 cannot be written: .*No space left on device"
     assert re.search(full, run.told["cause"])
     assert reported(folder, "state", "exit_code", "step") == ["failed", 7, 3]
