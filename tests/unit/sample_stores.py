@@ -10,13 +10,10 @@ import numpy as np
 import torch
 
 from torchtitan_lite.data.token_store import (
-    MANIFEST_FILE,
-    START_DTYPES,
     Shard,
     StoreManifest,
     StoreRecipe,
     TokenStore,
-    documents_file,
     tokens_file,
     write_manifest,
 )
@@ -32,7 +29,6 @@ RECIPE = StoreRecipe(
     eos_id=2,
     dtype="<u2",
 )
-OLD_RECIPE = replace(RECIPE, format=2, shard_tokens=10)
 
 
 def write_store(
@@ -42,34 +38,22 @@ def write_store(
     *,
     shard_tokens: int = 10,
     sizes: list[int] | None = None,
-    starts: list[int] | None = None,
 ) -> Path:
-    """Write a store of `documents`, framed by BOS and EOS, in shards of `shard_tokens` or `sizes`.
-
-    `starts` are the places of documents where they are not those of BOS.
-    """
+    """Write a store of `documents`, framed by BOS and EOS, in shards of these sizes."""
     folder.mkdir()
     ids = np.array(stream(documents), recipe.dtype)
-    places = np.array(np.flatnonzero(ids == recipe.bos_id) if starts is None else starts)
     shards = []
     sizes = sizes or [shard_tokens] * -(-len(ids) // shard_tokens)
     for number, (begin, size) in enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False)):
         part = ids[begin : begin + size]
-        here = places[(places >= begin) & (places < begin + len(part))] - begin
-        files = {
-            folder / tokens_file(number): part.tobytes(),
-            folder / documents_file(number): here.astype(START_DTYPES[recipe.format]).tobytes(),
-        }
-        for path, data in files.items():
-            path.write_bytes(data)
-        hashes = [hashlib.sha256(data).hexdigest() for data in files.values()]
-        shards.append(Shard(len(part), len(here), *hashes))
+        (folder / tokens_file(number)).write_bytes(part.tobytes())
+        begun = np.count_nonzero(part == recipe.bos_id)
+        shards.append(Shard(len(part), begun, hashlib.sha256(part.tobytes()).hexdigest()))
 
-    highest = int(ids.max())
-    manifest = StoreManifest(recipe, len(ids), len(places), highest, 0, "", tuple(shards))
+    manifest = StoreManifest(recipe, int(ids.max()), 0, "", tuple(shards))
     known = replace(manifest, recipe=replace(recipe, vocab_size=2**16))
     fingerprint = TokenStore(folder, known).compute_fingerprint()
-    write_manifest(folder / MANIFEST_FILE, replace(manifest, fingerprint=fingerprint))
+    write_manifest(folder, replace(manifest, fingerprint=fingerprint))
     return folder
 
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from sample_stores import FakeStore, windows_of
 
 from torchtitan_lite.base.errors import DataError
@@ -30,11 +29,10 @@ VALIDATION_OFF = ValidationConfig()
 
 @pytest.mark.parametrize("others", [[], [2], [1, 3]])
 def test_ranks_with_other_tokens_are_named(others, monkeypatch):
-    def gather(into: list[list[str]], own: list[str]) -> None:
-        into[:] = [[own[0], "other" if rank in others else own[1]] for rank in range(4)]
+    def on_all_ranks(make: Any) -> list[list[str]]:
+        return [[make()[0], "other" if rank in others else make()[1]] for rank in range(4)]
 
-    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    monkeypatch.setattr(corpus_module, "on_all_ranks", on_all_ranks)
     fingerprints = {"books": "one", "texts": "same"}
     stores: Any = {name: SimpleNamespace(fingerprint=f) for name, f in fingerprints.items()}
     if not others:

@@ -11,7 +11,7 @@ import transformers
 from sample_llamas import EACH_FAMILY, FAMILIES, build_hf
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from torchtitan_lite.base.errors import CheckpointError, ConfigError, NumericError
+from torchtitan_lite.base.errors import CheckpointError, ConfigError, DataError, NumericError
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, Tokenizer, build_tokenizer
@@ -193,7 +193,7 @@ def test_the_command_prints_each_prompt_with_its_text(folder, capsys):
         (["{hf}", "a", "--device", "cuda:7"], ConfigError, "--device cuda:7: "),
         (["{hf}", "a", "--device", "tpu"], ConfigError, "--device tpu: "),
         (["{hf}", "a", "--device", "meta"], ConfigError, "--device meta: "),
-        (["{hf}", "a\udcff"], ConfigError, r"prompt 'a\\udcff' is not UTF-8"),
+        (["{hf}", "a\udcff"], DataError, r"tokenizer .* fails: .*"),
         (
             ["{small}", "a", "--tokenizer", ""],
             ConfigError,

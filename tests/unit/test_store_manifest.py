@@ -7,23 +7,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_stores import OLD_RECIPE, RECIPE, write_store
+from sample_stores import RECIPE, write_store
 
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.base.jsonfile import write_hashed_json
-from torchtitan_lite.data.token_store import read_manifest, verify_store, wrong_sizes
+from torchtitan_lite.data.token_store import find_damage, read_manifest, verify_store
 
 DOCUMENTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34, 35], []]
+OLD = replace(RECIPE, format=2)
 
 
 @pytest.fixture
 def store(tmp_path):
     return write_store(tmp_path / "store", DOCUMENTS)
-
-
-@pytest.fixture
-def old_store(tmp_path):
-    return write_store(tmp_path / "old", DOCUMENTS, OLD_RECIPE)
 
 
 def change(folder, **fields):
@@ -41,16 +37,25 @@ def test_manifest_of_a_store(store):
     assert (found.recipe, found.tokens, found.documents) == (RECIPE, 18, 4)
     assert (found.max_token_id, found.skipped_rows) == (35, 0)
     assert [(shard.tokens, shard.documents) for shard in found.shards] == [(10, 3), (8, 1)]
-    files = [f"{kind}-0000{number}.bin" for kind in ("documents", "tokens") for number in (0, 1)]
-    assert sorted(path.name for path in store.iterdir()) == sorted([*files, "manifest.json"])
+    files = ["manifest.json", "tokens-00000.bin", "tokens-00001.bin"]
+    assert sorted(path.name for path in store.iterdir()) == files
 
 
-def test_both_formats_are_read_and_names_are_no_difference(store, old_store):
-    new, old = read_manifest(store), read_manifest(old_store)
-    assert (new.recipe.format, old.recipe.format, old.recipe.shard_tokens) == (3, 2, 10)
+def test_both_formats_are_read_and_names_are_no_difference(store, tmp_path):
+    new, old = read_manifest(store), read_manifest(write_store(tmp_path / "old", DOCUMENTS, OLD))
+    assert (new.recipe.format, old.recipe.format) == (3, 2)
     assert new.recipe == old.recipe == replace(RECIPE, source="elsewhere", tokenizer="renamed")
     assert new.recipe != replace(RECIPE, source_fingerprint="x")
     assert new.fingerprint == old.fingerprint
+
+
+def test_fields_and_files_of_earlier_versions_are_passed_over(store):
+    shards = json.loads((store / "manifest.json").read_text())["shards"]
+    shards = [{**shard, "documents_sha256": "x"} for shard in shards]
+    before = read_manifest(store)
+    change(store, tokens=18, documents=4, recipe=vars(RECIPE) | {"shard_tokens": 9}, shards=shards)
+    (store / "documents-00000.bin").write_bytes(b"starts")
+    assert read_manifest(store) == before and verify_store(store) == []
 
 
 @pytest.mark.parametrize("found", [1, 4])
@@ -61,27 +66,24 @@ def test_other_formats_are_refused_with_the_command_that_makes_them_again(store,
         read_manifest(store)
 
 
-def recipe(base=RECIPE, **fields):
-    return {"recipe": vars(base) | fields}
+def recipe(**fields):
+    return {"recipe": vars(RECIPE) | fields}
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         (recipe(dtype="O"), r"recipe\.dtype: Input should be '<u2' or '<u4'"),
-        ({"surplus": 1}, "surplus: Unexpected keyword argument"),
         ({"shards": [{}]}, r"shards\.0\.tokens: Field required"),
         ({"shards": 5}, "shards: .*valid array"),
         ({"recipe": None}, "recipe: .*object"),
-        (recipe(OLD_RECIPE, shard_tokens=-1), r"recipe\.shard_tokens: .*greater than or equal"),
-        (recipe(OLD_RECIPE, shard_tokens="x"), r"recipe\.shard_tokens: .*valid integer"),
         (recipe(vocab_size=2**16 + 1), "its highest id is 35, of 65537 ids in type '<u2'"),
         (recipe(vocab_size=10**12, dtype="<u4"), "its highest id is 35, of 10{12} ids in"),
         ({"max_token_id": -1}, "max_token_id: .*greater than or equal to 0"),
-        ({"documents": True}, "documents: .*valid integer"),
+        ({"skipped_rows": True}, "skipped_rows: .*valid integer"),
         ({"max_token_id": 1000}, "its highest id is 1000, of 1000 ids"),
-        ({"tokens": 10**40}, "tokens: Input should be"),
-        ({"tokens": 10**400}, "holds a number of more than 100 digits"),
+        ({"skipped_rows": 10**40}, "skipped_rows: Input should be"),
+        ({"skipped_rows": 10**400}, "holds a number of more than 100 digits"),
     ],
 )
 def test_wrong_fields_are_damage(store, fields, message):
@@ -109,22 +111,20 @@ def test_a_missing_folder_is_missing_and_not_damaged(tmp_path):
         read_manifest(tmp_path / "none")
 
 
-# ----- wrong_sizes -----
+# ----- find_damage -----
 
 
-@pytest.mark.parametrize("kind", ["store", "old_store"])
-def test_files_of_wrong_sizes(kind, request):
-    folder = request.getfixturevalue(kind)
-    found = read_manifest(folder)
-    assert wrong_sizes(folder, found) == {} and verify_store(folder) == []
-    with (folder / "tokens-00001.bin").open("ab") as file:
+def test_files_of_wrong_sizes(store):
+    found = read_manifest(store)
+    assert find_damage(store, found) == [] and verify_store(store) == []
+    with (store / "tokens-00001.bin").open("ab") as file:
         file.write(b"\0")
-    (folder / "documents-00000.bin").unlink()
+    (store / "tokens-00000.bin").unlink()
     problems = [
-        "documents-00000.bin: No such file or directory",
+        "tokens-00000.bin: No such file or directory",
         "tokens-00001.bin has 17 bytes, not 16",
     ]
-    assert list(wrong_sizes(folder, found).values()) == verify_store(folder) == problems
+    assert find_damage(store, found) == verify_store(store) == problems
 
 
 @pytest.mark.timeout(20)
@@ -133,7 +133,7 @@ def test_pipes_are_named_and_not_waited_for(store):
     for name in ("tokens-00001.bin", "manifest.json"):
         (store / name).unlink()
         os.mkfifo(store / name)
-    assert list(wrong_sizes(store, found).values()) == ["tokens-00001.bin is not a regular file"]
+    assert find_damage(store, found) == ["tokens-00001.bin is not a regular file"]
     with pytest.raises(DataError, match="manifest.json: is not a regular file"):
         read_manifest(store)
 

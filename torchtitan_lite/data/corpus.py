@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
+from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import storage_fix
 from torchtitan_lite.base.logger import logger
@@ -33,8 +32,8 @@ def build_corpora(
     seed: int,
     held_out_before: Callable[[int], int],
 ) -> tuple[Corpus, Corpus, int]:
-    """Open the data to train on and the data to validate on, which can be the same corpus. Return
-    both, and the number of samples to validate on. A collective call.
+    """Return the data to train on and the data to validate on, which can be the same corpus, and
+    the number of samples to validate on. A collective call.
 
     `shares` are the samples of each dataset in a period of the mix. `held_out_before` returns how
     many windows of a store, numbered from 1, a resumed run has held out."""
@@ -65,8 +64,8 @@ def build_corpora(
 def build_validation_corpus(
     training: TrainingConfig, validation: ValidationConfig, tokenizer: Tokenizer, **shape: int
 ) -> tuple[Corpus, int]:
-    """Open the data of [validation]. Return it and the number of samples to validate on, all of
-    them with steps = -1. `shape` is for the Corpus. A collective call."""
+    """Return the data of [validation] and the number of samples to validate on. `shape` is for the
+    Corpus. A collective call."""
     path, dataset = validation.dataset_path, validation.dataset or training.dataset
     options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
     own = {"validation": open_data("[validation]", path, dataset=dataset, **options)}
@@ -78,10 +77,8 @@ def build_validation_corpus(
 
 
 def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, TokenStore]:
-    """Open the stores to train on, by name.
-
-    A name is the last part of the path, after its number in the list where two are alike. Raises
-    DataError where two stores hold the same tokens."""
+    """Open the stores to train on. A name is the last part of the path, after its number in the
+    list where two are alike. Raises DataError where two stores hold the same tokens."""
     options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
     if not training.datasets:
         path, dataset = training.dataset_path, training.dataset
@@ -112,10 +109,8 @@ def open_data(
     text_field: str,
     tokenizer: Tokenizer,
 ) -> TokenStore:
-    """Open the tokens at a path, or of one of DATASETS where it is None. Text is tokenized unless
-    its tokens are in the cache.
-
-    Messages start with the table and key of the config. Raises DataError and StorageError."""
+    """Open the tokens at a path, or of one of DATASETS where it is None. Raises DataError and
+    StorageError that start with the table and key of the config."""
     row = DATASETS[dataset] if path is None else NamedDataset(path, text_field=text_field)
     try:
         if row.path.startswith(HF_PREFIX):
@@ -145,19 +140,12 @@ def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> TokenStore:
             f"{recipe.vocab_size} ids, and [model] tokenizer_path names another, {tokenizer.name} "
             f"of {tokenizer.vocab_size}; name the one that it was made with"
         )
-    if tokenizer.one_separator and not recipe.one_separator:
-        logger.warning(
-            f"token store {store.folder} is of an earlier version, and has BOS twice between "
-            "documents: masks and counts see an empty one there; make it again in another folder"
-        )
     return store
 
 
 def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
-    """Open the tokens of a source in the cache, `torchtitan_lite/tokens` in $XDG_CACHE_HOME.
-
-    The first process to ask makes them while the others wait, once per machine or shared file
-    system. Raises DataError, StorageError, OSError; ConfigError if there is no home folder."""
+    """Open the tokens of a source in the cache, `torchtitan_lite/tokens` in $XDG_CACHE_HOME. The
+    first process to ask makes them while the others wait. Raises RunError, OSError."""
     inputs = f"{source.fingerprint} {tokenizer.fingerprint}"
     if tokenizer.one_separator:  # earlier versions made another store of the same inputs
         inputs += " one separator"
@@ -169,8 +157,7 @@ def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
 
 def check_same_tokens(stores: Mapping[str, TokenStore]) -> None:
     """Raise DataError, on every rank, unless all have the same tokens. A collective call."""
-    of_ranks: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, [store.fingerprint for store in stores.values()])
+    of_ranks = on_all_ranks(lambda: [store.fingerprint for store in stores.values()])
     if others := [rank for rank, found in enumerate(of_ranks) if found != of_ranks[0]]:
         raise DataError(
             f"{', '.join(stores)}: rank 0 has other tokens than {len(others)} of {len(of_ranks)} "

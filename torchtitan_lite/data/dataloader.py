@@ -54,10 +54,8 @@ class Windows(NamedTuple):
 
 @dataclass
 class Corpus:
-    """The stores of a run, by name, mixed into one sequence of samples.
-
-    Raises DataError for a store with ids that the model lacks, or with fewer windows than the
-    held-out ones and those to train on."""
+    """The stores of a run, by name, mixed into one sequence of samples. Raises DataError for too
+    few windows, and for ids that the model lacks."""
 
     stores: Mapping[str, TokenStore]
     mixture: Mixture
@@ -144,7 +142,6 @@ class TrainingBatches:
     `first_step` starts at `first_sample`; each step takes the next global batch of samples.
     Microbatch m of a step, from 0, is its m-th run of local_batch_size samples and goes to rank
     m % dp_degree as accumulation step m // dp_degree: no sample depends on the number of ranks.
-
     Raises DataError if `epochs` passes over the data are fewer samples than a step takes."""
 
     corpus: Corpus

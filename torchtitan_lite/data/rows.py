@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from zstandard import ZstdDecompressor, ZstdError
+
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.catalog.datasets import NamedDataset
 
@@ -143,41 +145,34 @@ def _opened(path: Path) -> Iterator[File]:
         if suffix == ".gz":
             yield gzip.GzipFile(fileobj=file)
         elif suffix == ".zst":
-            yield io.BufferedReader(_BlockFile(_zstd_blocks(file)), READ_BYTES)
+            yield io.BufferedReader(_ZstdFile(file), READ_BYTES)
         else:
             yield file
 
 
-class _BlockFile(io.RawIOBase):
-    """The bytes of some blocks, as a file."""
+class _ZstdFile(io.RawIOBase):
+    """A .zst file, decompressed. zstandard's own reader takes one that is cut off for complete."""
 
-    def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks, self._left = blocks, memoryview(b"")
+    def __init__(self, file: File) -> None:
+        self._file, self._packed, self._left = file, b"", memoryview(b"")
+        self._frame: Any = None  # None between frames
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        self._left = self._left or memoryview(next(filter(None, self._blocks), b""))
-        count = min(len(buffer), len(self._left))
-        buffer[:count] = self._left[:count]
-        self._left = self._left[count:]
-        return count
-
-
-def _zstd_blocks(file: File) -> Iterator[bytes]:
-    """Decompress a .zst file. zstandard's own reader takes a file that is cut off for complete."""
-    import zstandard  # few sources need it
-
-    frame = None
-    while data := file.read(ZSTD_READ_BYTES):
-        while data:
-            if frame is None:
-                frame = zstandard.ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj()
+        while not self._left:
+            self._packed = self._packed or self._file.read(ZSTD_READ_BYTES)
+            if not self._packed:
+                if self._frame:
+                    raise EOFError("Compressed file ended before the end of a frame")
+                return 0
+            frame = self._frame or ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj()
             try:
-                yield frame.decompress(data)
-            except zstandard.ZstdError as error:
+                self._left = memoryview(frame.decompress(self._packed))
+            except ZstdError as error:
                 raise OSError(str(error)) from error
-            data, frame = frame.unused_data, None if frame.eof else frame
-    if frame:
-        raise EOFError("Compressed file ended before the end of a frame")
+            self._packed, self._frame = frame.unused_data, None if frame.eof else frame
+        count = min(len(buffer), len(self._left))
+        buffer[:count], self._left = self._left[:count], self._left[count:]
+        return count

@@ -60,9 +60,8 @@ class Source:
 
 
 def open_source(name: str, **options: Any) -> Source:
-    """Open a dataset of DATASETS by its name, otherwise the text at a path.
-
-    `options` are further fields of a NamedDataset. Raises DataError if there is nothing to read."""
+    """Open a dataset of DATASETS by its name, otherwise the text at a path. `options` are further
+    fields of a NamedDataset. Raises DataError if there is nothing to read."""
     return build_source(name, DATASETS.get(name) or NamedDataset(name, **options))
 
 
@@ -104,30 +103,20 @@ def _files(root: Path, dataset: NamedDataset) -> Iterator[Path]:
             yield path
 
 
-def _all_files(
-    path: Path, dataset: NamedDataset, above: tuple[tuple[int, int], ...] = ()
-) -> Iterator[Path]:
+def _all_files(path: Path, dataset: NamedDataset) -> Iterator[Path]:
     """Yield a file, or those of a folder and its sub-folders, in the order of their paths, except
-    hidden ones and those of token stores among the sub-folders.
-
-    Memory holds the names of one folder per level. Links are followed, but not back into one of
-    the folders `above`, given by device and inode."""
+    hidden ones and those of token stores. Links are followed; one that leads back is an error."""
     if not path.is_dir():
         yield path
         return
-    with reading(path, OSError):
-        status = path.stat()
-        with os.scandir(path) as entries:
-            names = sorted(f"{each.name}/" if each.is_dir() else each.name for each in entries)
-    own = (status.st_dev, status.st_ino)
-    if own in above:
-        raise DataError(f"{path}: is a link back to a folder that it is in; remove it")
-    if above and tokens_file(0) in names:  # also the store that is being made
+    with reading(path, OSError), os.scandir(path) as entries:
+        names = sorted(f"{each.name}/" if each.is_dir() else each.name for each in entries)
+    if tokens_file(0) in names:  # also the store that is being made
         return
     for name in names:
         is_skipped = name.startswith(".") or name.rstrip("/") in dataset.skipped_folders
         if name.endswith("/") and not is_skipped:
-            yield from _all_files(path / name, dataset, (*above, own))
+            yield from _all_files(path / name, dataset)
         elif not is_skipped:
             yield path / name
 

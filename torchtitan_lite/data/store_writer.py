@@ -1,18 +1,23 @@
 """Make token stores on all cores, in bounded memory, and safe to kill at any moment.
 
 A store grows in the folder `STORE.partial`, which is renamed when it is complete. Each chunk of the
-source becomes one shard. When its files are on disk, the manifest of all shards so far is written;
-a later run continues after them. What it ends with does not depend on when a run was killed.
+source becomes one shard. When it is on disk, the manifest of all shards so far is written; a later
+run continues after them. What it ends with does not depend on when a run was killed.
+
+This thread reads, threads of a pool tokenize: the tokenizers' libraries release Python's lock.
 """
 
 import fcntl
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,31 +25,28 @@ from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import fsync_folder, lock_file, remove_folder, usable_cores
 from torchtitan_lite.base.logger import logger
 
-from .encoder import encode_batches
 from .rows import Row
 from .sources import Chunk, Source
 from .token_store import (
     FORMAT,
     MANIFEST_FILE,
-    START_DTYPES,
     Shard,
     StoreManifest,
     StoreRecipe,
     TokenStore,
-    documents_file,
+    find_damage,
     hash_file,
     is_store,
     read_manifest,
     tokens_file,
     write_manifest,
-    wrong_sizes,
 )
 from .tokenizer import Tokenizer
 
-UNFINISHED_FILE = "unfinished.json"
-"""Manifest of the shards that are finished; a folder with it is no store yet."""
 BATCH_BYTES = 2**20
 """Size of the batch of rows that a thread tokenizes at a time."""
+AHEAD = 2
+"""Batches per thread that are read before they are asked for."""
 REPORTED_ROWS = 20
 """Number of bad rows to log; more are only counted."""
 
@@ -59,9 +61,8 @@ def make_store(
 ) -> TokenStore:
     """Open the store of `source` in `folder`. Make it if it is missing, finish it if it is partial.
 
-    Up to `skip_bad` bad rows are skipped and counted. The store ends with the document that reaches
-    `max_tokens`, or with the source. Raises DataError for more bad rows, text that changes, no
-    documents, or a folder that is no store; StorageError without locks; OSError."""
+    Up to `skip_bad` bad rows are skipped. The store ends with the document that reaches
+    `max_tokens`, or with the source. Raises DataError, OSError; StorageError without locks."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
     recipe, started = _recipe(source, tokenizer, max_tokens), time.monotonic()
@@ -71,14 +72,15 @@ def make_store(
             if not is_store(folder):
                 raise DataError(f"{folder} exists and is no token store; name another folder")
             store = TokenStore(folder)
-            _check_made(folder, store.manifest, recipe, skip_bad)
+            _check_inputs(folder, store.manifest, recipe)
             return store
 
         # A new store gets its final name when it is complete.
         partial = folder.with_name(f"{folder.name}.partial")
         unfinished = _open_unfinished(partial, recipe, skip_bad)
-        unfinished.make_shards(source, tokenizer, max_tokens or sys.maxsize)
-        unfinished.finish(source)
+        if not unfinished.manifest.fingerprint:  # else a run was killed before the next line
+            unfinished.make_shards(source, tokenizer, max_tokens or sys.maxsize)
+            unfinished.finish(source)
         partial.rename(folder)
         fsync_folder(folder.parent)
 
@@ -120,34 +122,27 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def _check_made(folder: Path, found: StoreManifest, recipe: StoreRecipe, skip_bad: int) -> None:
-    """Raise DataError if a store has other inputs, or has skipped more than `skip_bad` rows."""
-    for name in (each.name for each in fields(recipe) if each.compare):
-        was, now = getattr(found.recipe, name), getattr(recipe, name)
-        if was != now:
-            raise DataError(
-                f"{folder} was made of other text or with another tokenizer ({name} is {was}, not "
-                f"{now}); remove it, or name another folder"
-            )
-    if found.skipped_rows > skip_bad:
+def _check_inputs(folder: Path, found: StoreManifest, recipe: StoreRecipe) -> None:
+    """Raise DataError if a store has other inputs."""
+    if found.recipe != recipe:
         raise DataError(
-            f"{folder} was made without {found.skipped_rows} bad rows, and --skip-bad is "
-            f"{skip_bad}; allow as many, or remove it and fix them"
+            f"{folder} was made of other text, with another tokenizer or another --max-tokens; "
+            "remove it, or name another folder"
         )
 
 
 def _open_unfinished(folder: Path, recipe: StoreRecipe, skip_bad: int) -> "UnfinishedStore":
-    """Open the folder of an unfinished store. Raises DataError if it holds something else."""
+    """Open a new or unfinished store. Raises DataError if its folder holds something else."""
     folder.mkdir(exist_ok=True)
     if any(folder.iterdir()) and not (folder / tokens_file(0)).exists():
         raise DataError(f"{folder} is in the way, and no unfinished store; remove it")
-    if not (folder / UNFINISHED_FILE).exists():
-        nothing = StoreManifest(recipe, 0, 0, 0, 0, fingerprint="", shards=())
+    if not is_store(folder):
+        nothing = StoreManifest(recipe, 0, 0, fingerprint="", shards=())
         return UnfinishedStore(folder, nothing, skip_bad)
 
-    done = read_manifest(folder, UNFINISHED_FILE)
-    _check_made(folder, done, recipe, skip_bad)
-    for problem in wrong_sizes(folder, done).values():
+    done = read_manifest(folder)
+    _check_inputs(folder, done, recipe)
+    for problem in find_damage(folder, done):
         raise DataError(f"{folder}: {problem}; remove the folder, to start again")
     logger.info(f"{folder}: going on after {done.documents:,} documents, {done.tokens:,} tokens")
     return UnfinishedStore(folder, replace(done, recipe=recipe), skip_bad)
@@ -181,54 +176,44 @@ class UnfinishedStore:
             remove_folder(self.folder)
             raise DataError(f"{source.name} {problem}")
         fingerprint = TokenStore(self.folder, self.manifest).compute_fingerprint()
-        unfinished = self.folder / UNFINISHED_FILE
-        write_manifest(unfinished, replace(self.manifest, fingerprint=fingerprint))
-        unfinished.rename(self.folder / MANIFEST_FILE)
-        for draft in self.folder.glob(f".{UNFINISHED_FILE}.*"):  # of a killed run
+        write_manifest(self.folder, replace(self.manifest, fingerprint=fingerprint))
+        for draft in self.folder.glob(f".{MANIFEST_FILE}.*"):  # of a killed run
             draft.unlink()
-        fsync_folder(self.folder)
 
     def _write_shard(self, chunk: Chunk, tokenizer: Tokenizer, *, room: int) -> None:
         """Write the documents of a chunk, up to the one that reaches `room` tokens, then the
         manifest with the shard. Raises DataError at the first bad row beyond `skip_bad`."""
-        number, recipe = len(self.manifest.shards), self.manifest.recipe
         tokens = documents = skipped_rows = 0
         max_token_id = self.manifest.max_token_id
-        ids_path = self.folder / tokens_file(number)
-        starts_path = self.folder / documents_file(number)
-        dtype, threads = np.dtype(recipe.dtype), len(usable_cores())
+        path = self.folder / tokens_file(len(self.manifest.shards))
+        dtype, threads = np.dtype(self.manifest.recipe.dtype), len(usable_cores())
         batches = encode_batches(_batched(chunk()), tokenizer, dtype=dtype, threads=threads)
-        with closing(batches), ids_path.open("wb") as ids, starts_path.open("wb") as starts:
+        with closing(batches), path.open("wb") as file:
             for batch in batches:
                 self._report_bad(batch.bad_rows, self.manifest.skipped_rows + skipped_rows)
                 skipped_rows += len(batch.bad_rows)
+                # As many documents as there is room for, with the one that fills it.
                 ends = tokens + np.cumsum(batch.lengths)
-                kept = int(np.searchsorted(ends, room)) + 1  # documents, or more than there are
-                lengths = batch.lengths[:kept]
-                kept_ids = batch.ids[: lengths.sum()]
-                ids.write(kept_ids.data)
-                starts.write((ends[:kept] - lengths).astype(START_DTYPES[FORMAT]).data)
+                lengths = batch.lengths[: np.searchsorted(ends, room) + 1]
+                ids = batch.ids[: lengths.sum()]
+                file.write(ids.data)
 
-                tokens += len(kept_ids)
+                tokens += len(ids)
                 documents += len(lengths)
-                max_token_id = max(max_token_id, int(kept_ids.max(initial=0)))
+                max_token_id = max(max_token_id, int(ids.max(initial=0)))
                 if tokens >= room:
                     break
-            for file in (ids, starts):
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
 
-        shard = Shard(tokens, documents, hash_file(ids_path), hash_file(starts_path))
-        self.manifest = StoreManifest(
-            recipe=recipe,
-            tokens=self.manifest.tokens + tokens,
-            documents=self.manifest.documents + documents,
+        shard = Shard(tokens, documents, hash_file(path))
+        self.manifest = replace(
+            self.manifest,
             max_token_id=max_token_id,
             skipped_rows=self.manifest.skipped_rows + skipped_rows,
-            fingerprint="",
             shards=(*self.manifest.shards, shard),
         )
-        write_manifest(self.folder / UNFINISHED_FILE, self.manifest)
+        write_manifest(self.folder, self.manifest)
 
     def _report_bad(self, rows: list[Row], skipped: int) -> None:
         for number, row in enumerate(rows, start=skipped + 1):
@@ -239,6 +224,53 @@ class UnfinishedStore:
                 )
             if number <= REPORTED_ROWS:
                 logger.warning(f"skipped: {row.place}: {row.problem}")
+
+
+class EncodedBatch(NamedTuple):
+    """The documents of a batch of rows, concatenated."""
+
+    ids: np.ndarray
+    """Tokens of all documents, [sum of lengths]."""
+    lengths: np.ndarray
+    """Tokens of each document with those that frame it, int64 [documents]."""
+    bad_rows: list[Row]
+
+
+def encode_rows(rows: list[Row], tokenizer: Tokenizer, dtype: np.dtype) -> EncodedBatch:
+    """Tokenize rows, in order."""
+    good = [row for row in rows if not row.problem]
+    bad = [row for row in rows if row.problem]
+
+    # Masks find documents by BOS, so that no text may hold it; as an unknown token, it could.
+    documents = []
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    encoded = tokenizer.encode_documents([row.text for row in good])
+    for row, ids_of_row in zip(good, encoded, strict=True):
+        document = np.asarray(ids_of_row, dtype)
+        framing = np.count_nonzero((document == bos) | (document == eos))
+        if framing > (1 if tokenizer.one_separator else 2):
+            bad.append(Row(row.place, "", f"its text encodes to BOS id {bos} or EOS id {eos}"))
+        else:
+            documents.append(document)
+    ids = np.concatenate([np.empty(0, dtype), *documents])
+    return EncodedBatch(ids, np.array([len(ids) for ids in documents], np.int64), bad)
+
+
+def encode_batches(
+    batches: Iterable[list[Row]], tokenizer: Tokenizer, *, dtype: np.dtype, threads: int
+) -> Generator[EncodedBatch, None, None]:
+    """Yield the tokens of each batch, in order. Holds AHEAD batches per thread in memory."""
+    pool = ThreadPoolExecutor(threads, "tokenize")
+    ahead: deque[Future[EncodedBatch]] = deque()
+    try:
+        for batch in batches:
+            ahead.append(pool.submit(encode_rows, batch, tokenizer, dtype))
+            if len(ahead) > AHEAD * threads:
+                yield ahead.popleft().result()
+        for future in ahead:
+            yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _batched(rows: Iterator[Row]) -> Iterator[list[Row]]:

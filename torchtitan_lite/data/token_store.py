@@ -1,8 +1,7 @@
 """Token stores: their format on disk, their manifest, and reading of their ids.
 
-A store is a folder of shards. `tokens-00000.bin`, `tokens-00001.bin`, ... hold one stream of token
-ids: BOS, text, EOS of every document; if BOS is EOS, only BOS and text. `documents-00000.bin`, ...
-hold the places in their shard at which documents begin. All numbers are little endian.
+A store is a folder of shards. `tokens-00000.bin`, `tokens-00001.bin`, ... hold one stream of
+little-endian token ids: BOS, text, EOS of every document; if BOS is EOS, only BOS and text.
 In format 3 a shard is a chunk of the source; in format 2, which is still read, it is 2^29 ids.
 
 Files are read, not mapped into memory: the process would be killed if a mapped file were truncated.
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import ABSENT, storage_fix
 from torchtitan_lite.base.jsonfile import (
-    STRICT,
     Count,
     read_json_object,
     regular_size,
@@ -31,8 +29,7 @@ from torchtitan_lite.base.jsonfile import (
 )
 
 FORMAT = 3
-START_DTYPES: dict[int, np.dtype] = {2: np.dtype("<u4"), 3: np.dtype("<i8")}
-"""Type of the numbers in documents files, by format."""
+READ_FORMATS = (2, 3)
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 """Enough for a million shards, or 64 TiB of text."""
@@ -45,11 +42,6 @@ HASHED_TOKENS = 2**29
 def tokens_file(shard: int) -> str:
     """Return the name of the file with a shard's ids."""
     return f"tokens-{shard:05d}.bin"
-
-
-def documents_file(shard: int) -> str:
-    """Return the name of the file with the places in a shard at which documents begin."""
-    return f"documents-{shard:05d}.bin"
 
 
 @dataclass(frozen=True)
@@ -65,47 +57,42 @@ class StoreRecipe:
     bos_id: Count
     eos_id: Count
     dtype: Literal["<u2", "<u4"]
-    shard_tokens: Count | None = field(default=None, compare=False)
-    """Ids of each shard but the last one; only in format 2."""
     one_separator: bool = False
     """BOS is EOS, and stands once between documents; in earlier stores such an id stands twice."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Sizes and sha256 of a shard's two files."""
+    """Content of a shard, and the sha256 of its file."""
 
     tokens: Count
     documents: Count
     tokens_sha256: str
-    documents_sha256: str
 
 
 @dataclass(frozen=True)
 class StoreManifest:
     """Content of a store."""
 
-    __pydantic_config__ = STRICT
+    # Earlier versions had more fields.
+    __pydantic_config__ = ConfigDict(strict=True, extra="ignore")
 
     recipe: StoreRecipe
-    tokens: Count
-    documents: Count
     max_token_id: Count
     skipped_rows: Count
     fingerprint: str
-    """Changes with any id of the stream, and with nothing else."""
+    """Changes with any id of the stream, and with nothing else; "" if more shards are to come."""
     shards: tuple[Shard, ...]
 
-    def files(self) -> dict[str, tuple[int, str]]:
-        """Return the size in bytes and the sha256 of each file of the shards, by name."""
-        ids, starts = np.dtype(self.recipe.dtype), START_DTYPES[self.recipe.format]
-        files = {}
-        for number, shard in enumerate(self.shards):
-            size = shard.tokens * ids.itemsize
-            files[tokens_file(number)] = (size, shard.tokens_sha256)
-            size = shard.documents * starts.itemsize
-            files[documents_file(number)] = (size, shard.documents_sha256)
-        return files
+    @property
+    def tokens(self) -> int:
+        """Number of ids in all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        """Number of documents in all shards."""
+        return sum(shard.documents for shard in self.shards)
 
 
 _SCHEMA = TypeAdapter(StoreManifest)
@@ -116,21 +103,21 @@ def is_store(path: Path) -> bool:
     return os.path.lexists(path / MANIFEST_FILE)
 
 
-def write_manifest(path: Path, manifest: StoreManifest) -> None:
-    """Write a manifest, with a hash of all its fields, in one step."""
-    write_hashed_json(path, asdict(manifest))
+def write_manifest(folder: Path, manifest: StoreManifest) -> None:
+    """Write a store's manifest, with a hash of all its fields, in one step."""
+    write_hashed_json(folder / MANIFEST_FILE, asdict(manifest))
 
 
-def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
+def read_manifest(folder: Path) -> StoreManifest:
     """Read a store's manifest. Raises DataError if it is missing, damaged or of another format."""
     if not folder.is_dir():
         raise DataError(f"token store {folder.absolute()} is missing; name the folder of a store")
     try:
-        fields = read_json_object(folder / name, max_bytes=MAX_MANIFEST_BYTES)
+        fields = read_json_object(folder / MANIFEST_FILE, max_bytes=MAX_MANIFEST_BYTES)
         recipe = fields.get("recipe")
         version = recipe.get("format") if isinstance(recipe, dict) else FORMAT
-        if version not in tuple(START_DTYPES):
-            formats = " and ".join(map(str, START_DTYPES))
+        if version not in READ_FORMATS:
+            formats = " and ".join(map(str, READ_FORMATS))
             raise ValueError(f"its format is {version}, this version reads {formats}")
         manifest = validate_hashed_json(fields, _SCHEMA, drop=set())
         highest, ids = manifest.max_token_id, manifest.recipe.vocab_size
@@ -139,20 +126,23 @@ def read_manifest(folder: Path, name: str = MANIFEST_FILE) -> StoreManifest:
             raise ValueError(f"its highest id is {highest}, of {ids} ids in type {kind!r}")
         return manifest
     except (*ABSENT, ValueError) as error:
-        raise unusable(folder, f"{name}: {error}") from error
+        raise unusable(folder, f"{MANIFEST_FILE}: {error}") from error
 
 
-def wrong_sizes(folder: Path, manifest: StoreManifest) -> dict[str, str]:
-    """Return what is wrong with the sizes of a store's files, by name."""
-    problems = {}
-    for name, (size, _) in manifest.files().items():
+def find_damage(folder: Path, manifest: StoreManifest, *, read: bool = False) -> list[str]:
+    """List the files of a store that have wrong sizes; `read` them to find changed contents too."""
+    problems = []
+    for number, shard in enumerate(manifest.shards):
+        name, size = tokens_file(number), shard.tokens * np.dtype(manifest.recipe.dtype).itemsize
         try:
             if (found := regular_size(folder / name)) != size:
-                problems[name] = f"{name} has {found} bytes, not {size}"
+                problems.append(f"{name} has {found} bytes, not {size}")
+            elif read and hash_file(folder / name) != shard.tokens_sha256:
+                problems.append(f"{name}: its contents have changed")
         except ValueError as error:
-            problems[name] = f"{name} {error}"
+            problems.append(f"{name} {error}")
         except ABSENT as error:
-            problems[name] = f"{name}: {error.strerror}"
+            problems.append(f"{name}: {error.strerror}")
     return problems
 
 
@@ -166,12 +156,7 @@ def unusable(folder: Path, reason: str) -> DataError:
 
 def verify_store(folder: Path) -> list[str]:
     """Read a whole store, and list what is wrong with it. Raises DataError for its manifest."""
-    manifest = read_manifest(folder)
-    problems = wrong_sizes(folder, manifest)
-    for name, (_, sha256) in manifest.files().items():
-        if name not in problems and hash_file(folder / name) != sha256:
-            problems[name] = f"{name}: its contents have changed"
-    return list(problems.values())
+    return find_damage(folder, read_manifest(folder), read=True)
 
 
 def hash_file(path: Path) -> str:
@@ -192,12 +177,16 @@ class TokenStore:
 
     def __init__(self, folder: Path, manifest: StoreManifest | None = None) -> None:
         """`manifest` describes a store that is still being written."""
-        self.folder = folder
-        self.manifest = manifest = manifest or read_manifest(folder)
-        for problem in wrong_sizes(folder, manifest).values():
+        if manifest is None:
+            manifest = read_manifest(folder)
+            if not manifest.fingerprint:
+                fix = "run torchtitan-lite data make again"
+                raise DataError(f"token store {folder} is unfinished; {fix}")
+        self.folder, self.manifest = folder, manifest
+        for problem in find_damage(folder, manifest):
             raise unusable(folder, problem)
 
-        self.documents = sum(shard.documents for shard in manifest.shards)
+        self.documents = manifest.documents
         self.max_token_id = manifest.max_token_id
         self.fingerprint = manifest.fingerprint
         self.dtype = np.dtype(manifest.recipe.dtype)

@@ -49,10 +49,8 @@ TIKTOKEN_LINE = re.compile(rb"\S+ \d+\s")
 
 
 class Tokenizer:
-    """The vocabulary in a file, or in the first of FILES_OF_A_FOLDER that a folder has.
-
-    `fingerprint` changes with the file and with the ids of BOS and EOS. Raises DataError if the
-    vocabulary is incomplete, lacks BOS or EOS, or if the package that reads it is missing."""
+    """The vocabulary in a file, or in the first of FILES_OF_A_FOLDER that a folder has. Raises
+    DataError for one that is broken, lacks BOS or EOS, or needs a package that is missing."""
 
     def __init__(self, given: Path) -> None:
         setting = f'[model] tokenizer_path = "{given}"'
@@ -108,10 +106,7 @@ class Tokenizer:
             raise DataError(f"tokenizer {self.path} fails: {error}; use another") from error
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of ids; BOS and EOS have none.
-
-        It is the encoded text where a vocabulary is lossless, as Llama 3's is. sentencepiece turns
-        U+2581, its own mark for a space, into a space."""
+        """Return the text of ids; BOS and EOS have none."""
         return self._vocabulary.decode(ids)
 
 
@@ -167,8 +162,8 @@ def read_sentencepiece(content: bytes) -> Vocabulary:
 
 
 def read_tiktoken(content: bytes) -> Vocabulary:
-    """Read a tiktoken file as Llama 3's: a line for each token, its bytes in base64 and its rank;
-    text is split like Llama 3's, and its special tokens follow the ranks."""
+    """Read a tiktoken file: a line for each token, its bytes in base64 and its rank. Text is split
+    as Llama 3's, whose special tokens follow the ranks."""
     import tiktoken  # of the [llama] extra
 
     ranks = _read_ranks(content)
@@ -199,8 +194,6 @@ def _read_ranks(content: bytes) -> dict[bytes, int]:
         raise ValueError(f"is not a whole tiktoken file: {error}") from error
     if list(ranks.values()) != list(range(len(pairs))):
         raise ValueError("is not a whole tiktoken file: ranks are missing, or tokens stand twice")
-    if missing := 256 - sum(bytes([byte]) in ranks for byte in range(256)):
-        raise ValueError(f"is not a whole tiktoken file: {missing} of the 256 bytes are no token")
     return ranks
 
 

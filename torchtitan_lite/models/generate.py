@@ -108,10 +108,7 @@ def build_empty_model(args: ModelArgs, *, device: torch.device, dtype: torch.dty
 
 
 def encode_prompt(prompt: str, tokenizer: Tokenizer, *, context: int) -> list[int]:
-    """Return the ids of a prompt, BOS first. Raises ConfigError if it fills the context, or is not
-    UTF-8."""
-    if prompt != prompt.encode(errors="replace").decode():
-        raise ConfigError(f"prompt {ascii(prompt[:40])} is not UTF-8")
+    """Return the ids of a prompt, BOS first. Raises ConfigError if it fills the context."""
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     if len(ids) >= context:
         raise ConfigError(

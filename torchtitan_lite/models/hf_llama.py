@@ -55,8 +55,8 @@ def hf_names(args: ModelArgs, *, prefix: str = "") -> dict[str, str]:
 
 
 def to_hf(name: str, weight: Tensor, args: ModelArgs) -> Tensor:
-    """Return the weight of our parameter `name` as Hugging Face has it. Of wq and wk, [H * Q, D],
-    each head has all even rows first, then all odd ones."""
+    """Return the weight of our parameter `name` as Hugging Face has it: in wq and wk, [H * Q, D],
+    each head has its even rows first."""
     if heads := _rotated_heads(name, args):
         return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
     return weight

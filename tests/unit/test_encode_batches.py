@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from torchtitan_lite.base.errors import DataError
-from torchtitan_lite.data import encoder
-from torchtitan_lite.data.encoder import EncodedBatch, encode_batches, encode_rows
 from torchtitan_lite.data.rows import Row
+from torchtitan_lite.data.store_writer import AHEAD, EncodedBatch, encode_batches, encode_rows
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
 U2 = np.dtype("<u2")
@@ -84,7 +83,7 @@ def test_few_batches_are_read_ahead_and_no_thread_is_left():
 
     answers = encoded(batches(), 2)
     next(answers)
-    assert len(read) == encoder.AHEAD * 2 + 1
+    assert len(read) == AHEAD * 2 + 1
     answers.close()
     assert threading.active_count() == before
 
