@@ -47,7 +47,7 @@ def write_store(
     for number, (begin, size) in enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False)):
         part = ids[begin : begin + size]
         (folder / tokens_file(number)).write_bytes(part.tobytes())
-        begun = np.count_nonzero(part == recipe.bos_id)
+        begun = int(np.count_nonzero(part == recipe.bos_id))
         shards.append(Shard(len(part), begun, hashlib.sha256(part.tobytes()).hexdigest()))
 
     manifest = StoreManifest(recipe, int(ids.max()), 0, "", tuple(shards))
