@@ -34,7 +34,7 @@ from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts
 from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
-from torchtitan_lite.config import Config, asks_for_help, format_help, load_config, shared_settings
+from torchtitan_lite.config import Config, format_help, load_config, shared_settings
 from torchtitan_lite.metrics.summary import summary_lines
 from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
 from torchtitan_lite.planner.prepare import prepare_job
@@ -217,7 +217,7 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
 def main(parent: int | None = None) -> None:
     """Train with the command line's config. A RunError is printed without a traceback."""
     init_logger()
-    if asks_for_help(sys.argv[1:]):
+    if {"-h", "--help"} & {*sys.argv[1:]}:
         print(format_help())
         return
     try:

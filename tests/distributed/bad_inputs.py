@@ -54,7 +54,6 @@ BEFORE_START = [
     f"{FLOAT8} --float8.recipe_name mxfp8 --training.mixed_precision_param float32",
     "--parallelism.enable_async_tensor_parallel",
     "--checkpoint.folder ../elsewhere",
-    "--compile.enable --compile.components=",
     "--training.datasets a,b",
     '--training.datasets [{path="a",weight=-1},{wieght=2}]',
     '--training.datasets [{path="a",weight=0.333333},{path="b",weight=0.666667}]',

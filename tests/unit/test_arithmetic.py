@@ -8,11 +8,14 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.config import (
     BatchSizes,
+    Config,
     DatasetConfig,
     ModelConfig,
     ParallelDegrees,
     ParallelismConfig,
     TrainingConfig,
+    keep_batch,
+    read_batch,
     resolve_batch,
     resolve_degrees,
     resolve_model,
@@ -106,6 +109,31 @@ def test_resolve_batch_refuses_a_global_batch_that_does_not_divide(total, fix):
     message = rf"\[training\] global_batch_size = {total} .* 4 \* 8 = 32; use {fix}$"
     with pytest.raises(ConfigError, match=message):
         resolve_batch(training, ParallelismConfig(), dp_degree=8)
+
+
+# ----- read_batch, keep_batch -----
+
+
+@pytest.mark.parametrize(("toml", "saved"), [
+    ("[training]\nlocal_batch_size = 4\nglobal_batch_size = 24", 24),
+    ("[training]\nlocal_batch_size = 4", 12),
+    # Keys and values of other versions.
+    ('[optimizer]\nstate_dtype = "int8"\n[training]\nlocal_batch_size = 4\nold = 1\n[a]', 12),
+])  # fmt: skip
+def test_the_saved_batch_is_a_number(toml: str, saved: int) -> None:
+    assert read_batch(toml, dp_degree=3) == saved
+
+
+@pytest.mark.parametrize(
+    ("local", "total", "world_size", "kept"),
+    [(4, -1, 2, -1), (4, -1, 1, 8), (2, -1, 2, 8), (4, 16, 2, 16), (2, -1, 4, -1)],
+)
+def test_the_saved_batch_is_kept_where_none_is_asked_for(local, total, world_size, kept, notices):
+    training = {"local_batch_size": local, "global_batch_size": total}
+    config = Config.model_validate({"training": training})
+    assert keep_batch(config, saved=8, world_size=world_size).training.global_batch_size == kept
+    said = "global_batch_size = -1 keeps the checkpoint's, 8" in notices.text
+    assert said == (kept == 8)
 
 
 # ----- resolve_shares -----

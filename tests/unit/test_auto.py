@@ -74,7 +74,7 @@ def test_auto_checkpointing_is_the_fastest_that_fits(memory_gib, label, says, de
     with caplog.at_level("INFO"):
         resolved = resolve_auto(job, device=device, memory_gib=memory_gib).config
     assert resolved.activation_checkpoint.label == label
-    assert f'"auto" is activation_checkpoint.mode {label.split()[0]}' in caplog.text
+    assert f'[activation_checkpoint] mode: "auto" -> "{label.split()[0]}"' in caplog.text
     assert says in caplog.text and ("times of an H100 SXM" in caplog.text) == (device is None)
 
 
@@ -98,8 +98,6 @@ def test_auto_chooses_what_is_recomputed_gathered_again_and_reduced_together(
     ac, sharding = job.config.activation_checkpoint, job.config.parallelism
     found = ac.label, sharding.fsdp_reshard_after_forward, sharding.fsdp_reduce_gradients
     assert found == chosen
-    keys = ("reshard_after_forward", "reduce_gradients")
-    assert {f"parallelism.fsdp_{key}" for key in keys} <= {*job.chosen}
 
 
 def test_weights_of_pipelines_are_gathered_again_where_they_do_not_fit():

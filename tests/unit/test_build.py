@@ -109,12 +109,14 @@ def test_a_resume_logs_what_it_changes(notices):
     saved = CheckpointManifest(
         world_size=2,
         model=asdict(job_of(Config()).model_args),
-        config="[training]\nsteps = 30",
+        config="[training]\nsteps = 30\nlocal_batch_size = 8\nglobal_batch_size = -1",
         progress=replace(NEW_RUN, step=20),
     )
-    job = job_of(Config(training=TrainingConfig(steps=40)))
-    check_resume(Resume(Path(), saved), job)
+    resume = Resume(Path(), saved)
+    job = job_of(Config(training=TrainingConfig(steps=40, global_batch_size=8)))
+    check_resume(resume, job)
     assert "since step 20: [training] steps: 30 -> 40" in notices.messages
+    assert "since step 20: [training] global_batch_size: -1 -> 8" in notices.messages
 
 
 # ----- build_checkpointer -----

@@ -8,10 +8,10 @@ import tomli
 from torchtitan_lite.config import Config, check_config, checks
 
 
-def check(toml: str, *, world_size: int = 1, unsound: tuple[str, ...] = ()) -> list[str]:
+def check(toml: str, *, world_size: int = 1) -> list[str]:
     """Return the messages about a config, which `toml` sets as within an inline table."""
     tables = tomli.loads(f"config = {{{toml}}}")["config"]
-    return check_config(Config.model_validate(tables), world_size=world_size, unsound=unsound)
+    return check_config(Config.model_validate(tables), world_size=world_size)
 
 
 def check_refused(toml: str, pattern: str, *, world_size: int = 1) -> None:
@@ -26,8 +26,7 @@ def check_refused(toml: str, pattern: str, *, world_size: int = 1) -> None:
 @pytest.mark.parametrize("toml", [
     "",
     'model.flavor = "405B", training.seq_len = 131072',
-    "training.steps = 200, lr_scheduler.warmup_steps = 200, lr_scheduler.decay_ratio = 0.1",
-    "training.steps = 250, lr_scheduler.warmup_steps = 200, lr_scheduler.decay_ratio = 0.2",
+    "training.steps = 250, lr_scheduler.warmup_steps = 200, lr_scheduler.decay_ratio = 0.5",
     'activation_checkpoint.selective_ac_option = "6"',
     'training.dtype = "bfloat16", optimizer.implementation = "foreach"',
     'training.dtype = "bfloat16", optimizer.state_dtype = "bfloat16"',
@@ -41,32 +40,19 @@ def test_sound_configs(toml):
     assert check(toml) == []
 
 
-BROKEN = (
-    'training.global_batch_size = 25, model.flavor = "7B", compile.components = [], '
-    "compile.enable = true, lr_scheduler.total_steps = 3, lr_scheduler.warmup_steps = 1, "
-    "lr_scheduler.decay_ratio = 1.0"
-)
-
-
-@pytest.mark.parametrize(("unsound", "named"), [
-    ((), ["training", "lr_scheduler", "model", "compile"]),
-    (("training",), ["model", "compile"]),
-    (("parallelism", "model"), ["lr_scheduler", "compile"]),
-    (("lr_scheduler", "compile"), ["training", "model"]),
-])  # fmt: skip
-def test_all_broken_rules_are_named_but_those_on_unsound_tables(unsound, named):
-    messages = check(BROKEN, unsound=unsound)
+def test_all_broken_rules_are_named():
+    messages = check('training.global_batch_size = 25, model.flavor = "7B", validation.steps = 0')
+    named = ["training", "model", "validation"]
     assert [message[1:].partition("]")[0] for message in messages] == named
 
 
-# ----- REFUSED -----
+# ----- REFUSED, COMPILED -----
 @pytest.mark.parametrize(("toml", "fix"), [
-    ("compile.enable = true, compile.components = []", "false"),
-    ('activation_checkpoint.mode = "memory_budget", compile.enable = false', '"selective"'),
+    ('activation_checkpoint.mode = "memory_budget", compile.enable = false', '"model"'),
     ('activation_checkpoint.mode = "memory_budget", compile.components = ["loss"], '
-     "compile.enable = true", '"selective"'),
+     "compile.enable = true", '"model"'),
     ("parallelism.enable_async_tensor_parallel = true, compile.enable = false, "
-     "parallelism.tensor_parallel_degree = 2", "the same"),
+     "parallelism.tensor_parallel_degree = 2", '"model"'),
     ('parallelism.enable_async_tensor_parallel = true, compile.components = ["loss"], '
      "compile.enable = true, parallelism.tensor_parallel_degree = 2", '"model"'),
     ("parallelism.enable_async_tensor_parallel = true, parallelism.tensor_parallel_degree = 1, "
@@ -76,10 +62,9 @@ def test_all_broken_rules_are_named_but_those_on_unsound_tables(unsound, named):
     ("float8.enable_float8_linear = true, float8.precompute_float8_dynamic_scale_for_fsdp = true, "
      "training.enable_cpu_offload = true, float8.enable_fsdp_float8_all_gather = true", "false"),
     ('training.dataset_path = "a", training.datasets = [{path = "b", weight = 1.0}]', "one of"),
-    ("training.loss_spike_factor = 1.0", "above 1, .*or 0"),
     ('optimizer.state_dtype = "bfloat16", optimizer.implementation = "foreach"', '"fused"'),
     ('optimizer.state_dtype = "float32", training.dtype = "bfloat16"', "unset"),
-    ('validation.prompts = ["a"], validation.enable = false', "unset prompts"),
+    ('validation.prompts = ["a"], validation.enable = false', "unset"),
     ("validation.steps = 0", "-1 for all"),
     ("validation.enable = true, validation.steps = -1", "name some"),
     ('checkpoint.initial_load_path = "/base", checkpoint.enable = false', "unset"),
@@ -88,20 +73,17 @@ def test_all_broken_rules_are_named_but_those_on_unsound_tables(unsound, named):
      "unset"),
     ('checkpoint.initial_load_in_hf = true, model.tokenizer_path = "", checkpoint.enable = true',
      "one of the paths"),
-    ("checkpoint.initial_load_in_hf = true, checkpoint.initial_load_model_only = false, "
-     'checkpoint.enable = true, checkpoint.initial_load_path = "/b"', "true"),
 ])  # fmt: skip
 def test_refused_keys_are_named_with_their_values_and_a_fix(toml, fix):
     (message,) = check(toml, world_size=2 if "degree = 2" in toml else 1)
     subject, _, said = message.partition(": ")
     assert re.search(fix, said), message
     named = [".".join(name) for name in re.findall(r"\[(\w+)] (\w+) = ", subject)]
-    assert named and all(
-        name in f"{toml} checkpoint.initial_load_path validation.dataset_path" for name in named
-    )
+    unset = "checkpoint.initial_load_path validation.dataset_path compile.enable compile.components"
+    assert named and all(name in f"{toml} {unset}" for name in named)
 
 
-# ----- _check_layout, _check_model, check_decay, _check_run, OWN_NAMES -----
+# ----- _check_layout, _check_model, _check_run, OWN_NAMES -----
 
 
 @pytest.mark.parametrize(("world_size", "toml", "pattern"), [
@@ -122,11 +104,6 @@ def test_refused_keys_are_named_with_their_values_and_a_fix(toml, fix):
     (16, 'model.flavor = "8B", parallelism.tensor_parallel_degree = 16',
      r'parallelism] tensor_parallel_degree = 16, \[model] flavor = "8B": .*n_heads = 32, '
      "n_kv_heads = 8, dim = 4096 and ffn_dim = 14336; use one of 1, 2, 4, 8$"),
-    (1, "training.steps = 250, lr_scheduler.warmup_steps = 200, lr_scheduler.decay_ratio = 0.5",
-     r"lr_scheduler] decay_ratio = 0.5, warmup_steps = 200: .* 250 steps .* 125 decay and 50 .*; "
-     r"use decay_ratio <= 0.2 or warmup_steps <= 125"),
-    (1, "lr_scheduler = {total_steps = 3, warmup_steps = 1, decay_ratio = 1.0}",
-     r"lr_scheduler] .* 3 steps .* and 2 are .*; use decay_ratio <= 0.666 or warmup_steps <= 0"),
     (1, 'model.flavor = "8b"', r'model] flavor = "8b" must .* "405B", .* did you mean "8B"\?'),
     (1, 'model.flavor = "3-8B", training.seq_len = 16384',
      r'training] seq_len = 16384, \[model] flavor = "3-8B": use at most 8192, or'),
@@ -144,7 +121,7 @@ def test_rules_with_numbers(world_size, toml, pattern):
 
 @pytest.mark.parametrize("toml", [
     *(f'checkpoint.folder = "{folder}"' for folder in ("/tmp/x", "../x", "a/../../x", "tb/c")),
-    'checkpoint.save_request_file = "checkpoint"',
+    'checkpoint.folder = "SAVE"',
     'comm.save_traces_folder = "profile_traces"',
     'metrics.save_tb_folder = "logs/tb"',
 ])  # fmt: skip

@@ -126,15 +126,6 @@ def test_base_files_come_first_and_are_relative_to_the_file_that_names_them(tmp_
     ]
 
 
-def test_empty_tables_count_only_where_their_name_is_unknown(tmp_path: Path) -> None:
-    text = "[training]\n[quantize.linear.float8]\n[trainng]\n[debug.seed]\n"
-    (layer,) = read_files(write(tmp_path / "run.toml", text))
-    assert {name: setting.value for name, setting in layer.items()} == {
-        "trainng": {},
-        "debug.seed": {},
-    }
-
-
 @pytest.mark.parametrize(
     ("text", "refused"),
     [

@@ -14,7 +14,6 @@ from test_torchtitan import NAMES as THEIRS
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import load_config
 from torchtitan_lite.config.keys import KEYS
-from torchtitan_lite.config.layers import asks_for_help
 
 FUZZ = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 NAMES = [*KEYS, *THEIRS, "job.config_file", "compile.no-enable", "no.such", "base"]
@@ -50,7 +49,7 @@ def refusal(*words: object) -> str:
     return ""
 
 
-# ----- load_config, asks_for_help: any input -----
+# ----- load_config: any input -----
 
 
 @FUZZ
@@ -81,7 +80,6 @@ WORDS = st.text(st.characters(codec=None, exclude_characters="\0")) | st.builds(
 @FUZZ
 @given(words=st.lists(WORDS, max_size=5))
 def test_any_command_line_loads_or_is_a_config_error(words, toml):
-    asks_for_help(words)
     refusal(toml, *words)
 
 
@@ -131,19 +129,3 @@ def test_launch_takes_names_beyond_ascii_in_the_c_locale(tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=os.environ | variables, capture_output=True)
     expected = "[training] steps = 0 (from café.toml): must be greater than or equal to 1\n"
     assert (result.returncode, result.stderr.decode()) == (2, expected)
-
-
-# ----- asks_for_help -----
-@pytest.mark.parametrize(
-    ("words", "asked"),
-    [
-        (["-h"], True),
-        (["--training.steps=3", "--help"], True),
-        (["--training.steps", "3", "-h"], True),
-        (["--job.description", "run -h test"], False),
-        (["--job.description=-h"], False),
-        ([], False),
-    ],
-)
-def test_asks_for_help(words, asked):
-    assert asks_for_help(words) is asked

@@ -28,6 +28,7 @@ from torchtitan_lite.base.errors import CheckpointError, RunError, StorageError
 from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import ModelArgs
+from torchtitan_lite.catalog.run_files import SAVE_REQUEST
 from torchtitan_lite.config import CheckpointConfig
 from torchtitan_lite.config.keys import show
 
@@ -161,8 +162,8 @@ class Checkpointer:
         return self.saves and (first or last or step % self._settings.interval == 0)
 
     def save_requested(self, run_folder: Path) -> bool:
-        """Whether save_request_file exists. Removes it. Not collective."""
-        request = run_folder / self._settings.save_request_file
+        """Whether the run folder has a file SAVE. Removes it. Not collective."""
+        request = run_folder / SAVE_REQUEST
         if not request.is_file():
             return False
         request.unlink(missing_ok=True)

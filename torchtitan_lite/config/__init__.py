@@ -3,19 +3,19 @@
 from .arithmetic import (
     BatchSizes,
     ParallelDegrees,
+    keep_batch,
     multiples_near,
+    read_batch,
     resolve_batch,
     resolve_degrees,
     resolve_model,
     resolve_shares,
     sequence_parts,
 )
-from .checks import check_config, check_decay
-from .course import keep_batch, learning_rate, log_odd_schedule, saved_batch
-from .keys import did_you_mean, format_config_page, format_help, show_settings
-from .layers import asks_for_help, find_config, given_keys, shipped_configs
+from .checks import check_config
+from .keys import config_schema, did_you_mean, format_config_page, format_help, show_settings
+from .layers import find_config, given_keys, shipped_configs
 from .loading import check_model_table, dump_config, load_config, shared_settings
-from .schema import config_schema
 from .sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.jsonfile import parse_toml
+from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 
 from .keys import did_you_mean, show
-from .sections import DatasetConfig, ModelConfig, ParallelismConfig, TrainingConfig
+from .sections import Config, DatasetConfig, ModelConfig, ParallelismConfig, TrainingConfig
 from .types import MOST
 
 MAX_PERIOD = 100_000
@@ -159,6 +161,27 @@ def resolve_batch(
             )
         local = size
     return BatchSizes(local, total, total // (local * dp_degree))
+
+
+def read_batch(toml: str, *, dp_degree: int) -> int:
+    """Return the global batch size of a run from its config, which another version may have
+    written."""
+    keys = {"local_batch_size", "global_batch_size"}
+    saved = parse_toml(toml.encode()).get("training", {})
+    training = TrainingConfig.model_validate({key: saved[key] for key in keys & saved.keys()})
+    return resolve_batch(training, ParallelismConfig(), dp_degree=dp_degree).global_batch_size
+
+
+def keep_batch(config: Config, *, saved: int, world_size: int) -> Config:
+    """Return the config with the global batch size that a checkpoint was `saved` with, if it has
+    none and the processes would make another one."""
+    training = config.training
+    dp = resolve_degrees(config.parallelism, world_size=world_size).dp
+    if training.global_batch_size != -1 or training.local_batch_size * dp == saved:
+        return config
+    logger.info(f"[training] global_batch_size = -1 keeps the checkpoint's, {saved}")
+    training = training.model_copy(update={"global_batch_size": saved})
+    return config.model_copy(update={"training": training})
 
 
 def resolve_shares(datasets: Sequence[DatasetConfig]) -> tuple[int, ...]:

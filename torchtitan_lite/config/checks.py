@@ -1,20 +1,15 @@
-"""Rules that hold between keys. A config is judged here before any process starts.
-
-A message names every table that its rule reads, as `[table]`.
-"""
+"""Rules that hold between keys. A config is judged here before any process starts."""
 
 import math
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from itertools import chain
 from pathlib import PurePosixPath
 from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.recipes import RECIPES, Recipe
 from torchtitan_lite.catalog.run_files import RUN_FILES
-from torchtitan_lite.catalog.schedules import SCHEDULES
+from torchtitan_lite.catalog.schedules import INTERLEAVED
 
 from .arithmetic import (
     multiples_near,
@@ -26,39 +21,21 @@ from .arithmetic import (
 )
 from .differences import flat_config
 from .keys import Values, describe, show
-from .sections import Config, LRSchedulerConfig
+from .sections import Config
 from .stages import resolve_stages
 
 SET = bool
-BUDGET = {"[activation_checkpoint] mode": "memory_budget"}
-OVERLAP = {"[parallelism] enable_async_tensor_parallel": True}
 SCALES = {
     "[float8] enable_float8_linear": True,
     "[float8] precompute_float8_dynamic_scale_for_fsdp": True,
 }
-FROM_HF = {"[checkpoint] initial_load_in_hf": True}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    # The compiler.
-    (
-        {"[compile] enable": True, "[compile] components": ()},
-        'nothing is left to compile; use ["model", "loss"], or set enable to false',
-    ),
-    (
-        BUDGET | {"[compile] enable": False},
-        'the compiler keeps the budget; set enable to true, or the mode to "selective"',
-    ),
-    (
-        BUDGET | {"[compile] components": lambda names: "model" not in names},
-        'the compiler keeps the budget; add "model", or set the mode to "selective"',
-    ),
-    (OVERLAP | {"[compile] enable": False}, "the compiler does it; set both to the same"),
-    (
-        OVERLAP | {"[compile] components": lambda names: "model" not in names},
-        'the compiler does it; add "model", or set the first to false',
-    ),
     # The layout.
     (
-        OVERLAP | {"[parallelism] tensor_parallel_degree": 1},
+        {
+            "[parallelism] enable_async_tensor_parallel": True,
+            "[parallelism] tensor_parallel_degree": 1,
+        },
         "nothing overlaps; set the degree to 2 or more, or the other to false",
     ),
     (
@@ -83,10 +60,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "only one of them can be set; make the path one of the list",
     ),
     (
-        {"[training] loss_spike_factor": lambda factor: 0 < factor <= 1},
-        "each loss near the mean would be a spike; use a factor above 1, like 3, or 0 for none",
-    ),
-    (
         {
             "[optimizer] state_dtype": "bfloat16",
             "[optimizer] implementation": lambda name: name != "fused",
@@ -96,10 +69,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"[optimizer] state_dtype": "float32", "[training] dtype": "bfloat16"},
         "moments are no wider than weights; unset one of them",
-    ),
-    (
-        {"[validation] prompts": SET, "[validation] enable": False},
-        "validations continue them; set enable to true, or unset prompts",
     ),
     (
         {"[validation] steps": 0},
@@ -116,26 +85,33 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # Checkpoints.
     *(
-        (
-            {f"[checkpoint] {key}": SET, "[checkpoint] enable": False},
-            "set enable to true, or unset it",
+        ({f"[{table}] {key}": SET, f"[{table}] enable": False}, "set enable to true, or unset it")
+        for table, key in (
+            ("validation", "prompts"),
+            ("checkpoint", "initial_load_path"),
+            ("checkpoint", "initial_load_in_hf"),
+            ("checkpoint", "last_save_in_hf"),
         )
-        for key in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf")
     ),
     (
         {"[checkpoint] last_save_in_hf": True, "[checkpoint] load_only": True},
         "the one saves, the other does not; unset one of them",
     ),
     (
-        FROM_HF | {"[checkpoint] initial_load_path": None, "[model] tokenizer_path": ""},
+        {
+            "[checkpoint] initial_load_in_hf": True,
+            "[checkpoint] initial_load_path": None,
+            "[model] tokenizer_path": "",
+        },
         "set one of the paths to the folder of the Hugging Face model",
-    ),
-    (
-        FROM_HF | {"[checkpoint] initial_load_model_only": False},
-        "a Hugging Face model has only weights; set initial_load_model_only to true",
     ),
 ]
 """What keys may not say together, with the reason and the fix. A function is true of the value."""
+COMPILED = {
+    "[activation_checkpoint] mode": "memory_budget",
+    "[parallelism] enable_async_tensor_parallel": True,
+}
+"""What only the compiler does."""
 RECIPE_KEYS: dict[str, Callable[[Recipe], bool]] = {
     "pad_inner_dim": lambda recipe: recipe.pads_tokens,
     "scale_gradients_in_matmul": lambda recipe: recipe.scales_in_matmul,
@@ -145,7 +121,6 @@ RECIPE_KEYS: dict[str, Callable[[Recipe], bool]] = {
 """Keys of [float8] that are for some recipes only, and which."""
 OWN_NAMES = (
     "[checkpoint] folder",
-    "[checkpoint] save_request_file",
     "[metrics] save_tb_folder",
     "[profiling] save_traces_folder",
     "[profiling] save_memory_snapshot_folder",
@@ -154,22 +129,19 @@ OWN_NAMES = (
 """Keys that name a file or a folder in the run folder."""
 
 
-def check_config(config: Config, *, world_size: int, unsound: Collection[str] = ()) -> list[str]:
-    """Return a message for each rule that the config breaks, except rules that read a table in
-    `unsound`, one with invalid values."""
+def check_config(config: Config, *, world_size: int) -> list[str]:
+    """Return a message for each rule that the config breaks."""
     values = flat_config(config.model_dump())
-    messages = chain(
-        _check_layout(config, values, world_size),
-        check_decay(config.lr_scheduler, steps=config.training.steps),
-        _check_model(config, values),
-        _check_refused(values),
-        _check_recipe(config, values),
-        _check_run(config, values),
-    )
-    return [each for each in messages if set(unsound).isdisjoint(re.findall(r"\[(\w+)\]", each))]
+    return [
+        *_check_layout(config, values, world_size),
+        *_check_model(config, values),
+        *_check_refused(config, values),
+        *_check_recipe(config, values),
+        *_check_run(config, values),
+    ]
 
 
-def _check_refused(values: Values) -> Iterator[str]:
+def _check_refused(config: Config, values: Values) -> Iterator[str]:
     for refused, fix in REFUSED:
         matches = (
             wanted(values[name]) if callable(wanted) else values[name] == wanted
@@ -177,6 +149,10 @@ def _check_refused(values: Values) -> Iterator[str]:
         )
         if all(matches):
             yield describe(values, *refused, fix=fix)
+    for name, wanted in COMPILED.items():
+        if values[name] == wanted and not config.compile.covers("model"):
+            fix = 'the compiler does it; set enable to true with "model", or change the first'
+            yield describe(values, name, "[compile] enable", "[compile] components", fix=fix)
 
 
 def _check_layout(config: Config, values: Values, world_size: int) -> Iterator[str]:
@@ -208,7 +184,7 @@ def _check_microbatches(values: Values, number: int) -> Iterator[str]:
     fix = ""
     if number < degree:
         fix = "fewer than ranks of the pipeline; increase local_batch_size or global_batch_size"
-    elif degree > 1 and SCHEDULES[schedule].looped and number % rounds:
+    elif degree > 1 and schedule == INTERLEAVED and number % rounds:
         fix = f"which are not {rounds} equal rounds; use {multiples_near(number, degree)}"
     if fix:
         yield describe(
@@ -218,20 +194,6 @@ def _check_microbatches(values: Values, number: int) -> Iterator[str]:
             "[parallelism] pipeline_parallel_degree",
             "[parallelism] pipeline_parallel_schedule",
             fix=f"a rank has {number} microbatches, {fix}",
-        )
-
-
-def check_decay(schedule: LRSchedulerConfig, *, steps: int) -> Iterator[str]:
-    """Yield a message if the decay of a run of `steps` begins before its warm-up ends. A run that
-    is shorter than its warm-up, such as a trial, only warms up."""
-    total, warmup = schedule.total_steps or steps, schedule.warmup_steps
-    decay = round(total * (schedule.decay_ratio or 0.0))
-    if warmup < total < warmup + decay:
-        most = math.floor((total - warmup) / total * 1000) / 1000
-        yield (
-            f"[lr_scheduler] decay_ratio = {schedule.decay_ratio}, warmup_steps = {warmup}: of the "
-            f"{total} steps of [training] or total_steps, {decay} decay and {total - warmup} are "
-            f"left; use decay_ratio <= {most} or warmup_steps <= {total - decay}"
         )
 
 

@@ -49,8 +49,6 @@ class Job:
     tokenizer: TokenizerValues
     stages: Stages
     """The names of the modules of each pipeline stage."""
-    chosen: tuple[str, ...] = ()
-    """Keys whose value was "auto" and has been replaced, such as "activation_checkpoint.mode"."""
 
     @property
     def folder(self) -> Path:
@@ -80,17 +78,12 @@ class Job:
 
     def choose(self, table: str, **values: object) -> "Job":
         """Return the job with `values` in place of the "auto" values of a table."""
-        section = getattr(self.config, table)
-        new = [f"{table}.{key}" for key, value in values.items() if value != getattr(section, key)]
-        section = section.model_copy(update=values)
-        config = self.config.model_copy(update={table: section})
-        return dataclasses.replace(self, config=config, chosen=(*self.chosen, *new))
+        section = getattr(self.config, table).model_copy(update=values)
+        return dataclasses.replace(self, config=self.config.model_copy(update={table: section}))
 
     def to_toml(self) -> str:
-        """Return the resolved config as TOML, with a comment on the values chosen for "auto"."""
-        comment = '# Chosen for this machine in place of "auto": '
-        head = f"{comment}{', '.join(self.chosen)}\n" if self.chosen else ""
-        return head + dump_config(self.config)
+        """Return the resolved config as TOML."""
+        return dump_config(self.config)
 
     def layout(self) -> str:
         """Return the degrees and the batch, for the log."""

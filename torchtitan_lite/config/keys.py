@@ -1,5 +1,5 @@
-"""The keys of the TOML file as data, derived from the sections; how messages name them, and their
-documentation: `--help` and docs/config.md."""
+"""The keys of the TOML file as data, derived from the sections; how messages name them, their
+documentation (`--help` and docs/config.md), and the JSON schema."""
 
 import difflib
 import json
@@ -139,3 +139,12 @@ def format_help() -> str:
 def format_config_page() -> str:
     """Return docs/config.md."""
     return PAGE.format(format_help())
+
+
+def config_schema() -> dict[str, Any]:
+    """Return the JSON schema of a TOML file, in the newest draft that TOML editors support. It has
+    this project's names of keys, not torchtitan's other ones, which load too."""
+    schema = Config.model_json_schema()
+    text = "TOML file with the keys that this one does not set, relative to this one."
+    schema["properties"] = {"base": {"type": "string", "description": text}} | schema["properties"]
+    return {"$schema": "http://json-schema.org/draft-07/schema#"} | schema

@@ -1,7 +1,7 @@
 """Read the layers of a config: a chain of TOML files, then the command line. torchtitan's names of
-our keys are translated; its other keys are ignored or refused, with the reason."""
+our keys are translated; its other keys are ignored or refused."""
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +11,8 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml, read_toml
 from torchtitan_lite.base.logger import logger
 
-from .keys import KEYS, TABLES, Key, closest, did_you_mean, show, show_key
-from .torchtitan import CONVERTERS, FOREIGN_TABLES, MOVED, UNREAD, current_name, find_foreign
+from .keys import KEYS, Key, closest, did_you_mean, show, show_key
+from .torchtitan import CONVERTERS, FOREIGN, MOVED, UNREAD, current_name, find_foreign
 from .types import expand_user
 
 CONFIG_FILE = "job.config_file"
@@ -75,19 +75,13 @@ def find_config(name: str) -> Path:
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted name, value) for every value in a table and its sub-tables. An empty table with
-    an unknown name is yielded as a value, so that the name is reported."""
+    """Yield (dotted name, value) for every value in a table and its sub-tables."""
     for key, value in table.items():
         name = prefix + key
-        if value and isinstance(value, dict) and name not in KEYS:
+        if isinstance(value, dict) and name not in KEYS:
             yield from _flatten(value, f"{name}.")
-        elif value != {} or current_name(name) not in {*TABLES, *FOREIGN_TABLES}:
+        else:
             yield name, value
-
-
-def asks_for_help(argv: Sequence[str]) -> bool:
-    """Return whether the command line has -h or --help."""
-    return "--help" in argv or "-h" in argv
 
 
 def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
@@ -180,13 +174,12 @@ def resolve_aliases(layer: Layer) -> tuple[Layer, list[str]]:
 
 
 def resolve_foreign(settings: Layer) -> list[str]:
-    """Remove torchtitan's keys without a counterpart here from the merged `settings`, and log why
+    """Remove torchtitan's keys without a counterpart here from the merged `settings`, and log that
     they have no effect. Return a message for each that asks for what does not happen here."""
     # torchtitan's converter mx reads [mx], not [float8].
-    unused: defaultdict[str, list[str]] = defaultdict(list)
+    unused: list[str] = []
     if (converter := settings.pop(CONVERTERS, None)) and converter.value == "mx":
-        if names := [name for name in UNREAD if settings.pop(name, None)]:
-            unused["[model] converters selects [mx]"] = names
+        unused = [name for name in UNREAD if settings.pop(name, None)]
         settings["float8.recipe_name"] = replace(converter, value="mxfp8")
         if filters := settings.pop("mx.filter_fqns", None):
             logger.info("[mx] filter_fqns is now [float8] filter_fqns")
@@ -195,20 +188,19 @@ def resolve_foreign(settings: Layer) -> list[str]:
     # A key has no effect if its value asks for what happens here anyway.
     problems = []
     for name, setting in list(settings.items()):
-        if name in KEYS or (row := find_foreign(name)) is None:
+        if name in KEYS or (pattern := find_foreign(name)) is None:
             continue
         del settings[name]
-        reason, values = row
+        values = FOREIGN[pattern]
         if isinstance(values, str):
             other = settings.get(values)
             values = (other.value if other else KEYS[values].default,)
         shown = [show(value) for value in values or ()]
         if values is None or show(setting.value) in shown:
-            unused[reason].append(name)
+            unused.append(name)
         else:
             fix = f"remove the key, or set it to {' or '.join(shown)[:200]}"
-            problems.append(f"{setting.cite(name)}: {reason}; {fix}")
-
-    for reason, names in unused.items():
-        logger.info(f"no effect here: {', '.join(map(show_key, names))}: {reason}")
+            problems.append(f"{setting.cite(name)}: is not offered (docs/torchtitan.md); {fix}")
+    if unused:
+        logger.info(f"no effect here (docs/torchtitan.md): {', '.join(map(show_key, unused))}")
     return problems

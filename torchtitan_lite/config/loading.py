@@ -8,12 +8,11 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.catalog.schedules import ZERO_BUBBLE
 
 from .arithmetic import resolve_model
 from .checks import check_config
 from .differences import flat_config
-from .keys import KEYS, TABLES, closest, did_you_mean, show
+from .keys import KEYS, TABLES, closest, did_you_mean, show, show_key
 from .layers import (
     Layer,
     Setting,
@@ -27,7 +26,8 @@ from .sections import Config
 
 def load_config(argv: list[str], *, world_size: int) -> Config:
     """Return the config that a command line describes, for a run of `world_size` processes. Raises
-    one ConfigError that lists every error, one a line."""
+    one ConfigError that lists every invalid word, key and value, one a line, or else every rule
+    between keys that is broken."""
     # Merge the layers, later ones over earlier ones.
     path, overrides, problems = read_command_line(argv)
     settings: Layer = {}
@@ -40,19 +40,13 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     known = {name: setting for name, setting in settings.items() if name in KEYS}
     unknown = {name: setting for name, setting in settings.items() if name not in KEYS}
     problems += dict.fromkeys(_describe_unknown(name, unknown[name]) for name in unknown)
-    unsound = {name.split(".")[0] for name in unknown}
 
-    # Validate each value. Tables with an invalid value fall back to defaults, so that the rules
-    # between the others can still be checked.
+    # Validate each value, then the rules between sound values.
     try:
         config = _validate(known)
     except ValidationError as error:
-        problems += _describe_all(error, known)
-        unsound |= {str(detail["loc"][0]) for detail in error.errors()}
-        config = _validate({name: known[name] for name in known if KEYS[name].table not in unsound})
-
-    problems += check_config(config, world_size=world_size, unsound=unsound)
-    if problems:
+        raise ConfigError("\n".join([*problems, *_describe_all(error, known)])) from error
+    if problems := problems or check_config(config, world_size=world_size):
         raise ConfigError("\n".join(problems))
     return config
 
@@ -79,10 +73,9 @@ def shared_settings(config: Config) -> dict[str, str]:
     return {name: show(value) for name, value in flat_config(tables).items()}
 
 
-def dump_config(config: Config, *, changes_only: bool = False) -> str:
-    """Return the config as TOML that loads to an equal Config. Unset keys are left out, and with
-    `changes_only` also those that have their defaults."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True, exclude_defaults=changes_only))
+def dump_config(config: Config) -> str:
+    """Return the config as TOML that loads to an equal Config. Unset keys are left out."""
+    return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def _validate(settings: Layer) -> Config:
@@ -97,16 +90,13 @@ def _validate(settings: Layer) -> Config:
 
 def _describe_unknown(name: str, setting: Setting) -> str:
     """Return the message for an unknown key, which is the same for all keys of an unknown table."""
-    table, _, key = name.rpartition(".")
+    table = name.rpartition(".")[0]
     if table and table not in TABLES:
         return f"[{table}] (from {setting.source}): unknown table{did_you_mean(table, TABLES)}"
 
-    # Suggest the nearest key of the same table, or else of another table.
-    for known in ([each for each in KEYS.values() if each.table == table], KEYS.values()):
-        if near := closest(key, [each.name for each in known]):
-            homes = [f"[{each.table}] {near}" for each in known if each.name == near]
-            return f"{setting.cite(name)}: unknown key; did you mean {' or '.join(homes)}?"
-    return f"{setting.cite(name)}: unknown key; --help lists every key"
+    near = closest(name, KEYS)
+    hint = f"did you mean {show_key(near)}?" if near else "--help lists every key"
+    return f"{setting.cite(name)}: unknown key; {hint}"
 
 
 def _describe_all(error: ValidationError, settings: Layer) -> list[str]:
@@ -124,7 +114,5 @@ def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:
         rule, word = "unknown key", str(place[-1])
 
     hint = did_you_mean(word, KEYS[name].choices)
-    if reason := ZERO_BUBBLE.get(word):
-        hint = f"; {reason}"
     within = f"{'.'.join(map(str, place))}: " if place else ""  # such as 0.path: in a list
     return f"{settings[name].cite(name)}: {within}{rule}{hint}"

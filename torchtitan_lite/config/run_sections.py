@@ -65,8 +65,6 @@ class CheckpointConfig(Section):
     """After a failed save: stop, or warn and go on; exit code 7 anyway if the last save failed."""
     verify_hashes: bool = True
     """Before loading, compare each file's SHA-256 with the manifest; false: only its size."""
-    save_request_file: Name = "SAVE"
-    """A file of this name in job.dump_folder asks for a save after the step, and is removed."""
 
 
 class ValidationConfig(Section):

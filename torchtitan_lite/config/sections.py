@@ -115,7 +115,7 @@ class LRSchedulerConfig(Section):
     total_steps: Count | None = None
     """Length of the schedule in steps; unset: the run, by training.steps or training.epochs."""
     decay_ratio: Fraction | None = None
-    """Share of total_steps in the final decay, after a constant phase; unset: all after warm-up."""
+    """Share of total_steps in the final decay, at most what warm-up leaves; unset: all of that."""
     decay_type: DecayType = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0

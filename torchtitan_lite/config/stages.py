@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import chain, pairwise, zip_longest
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.catalog.schedules import SCHEDULES
+from torchtitan_lite.catalog.schedules import INTERLEAVED
 
 from .keys import show
 from .sections import ParallelismConfig
@@ -81,8 +81,8 @@ def _divide(parallelism: ParallelismConfig, modules: tuple[str, ...]) -> Stages:
     if (per_stage := parallelism.pipeline_parallel_layers_per_stage) is not None:
         number = -(-counted // per_stage)
     else:
-        looped = SCHEDULES[parallelism.pipeline_parallel_schedule].looped
-        number = 2 * degree if looped else degree
+        interleaved = parallelism.pipeline_parallel_schedule == INTERLEAVED
+        number = 2 * degree if interleaved else degree
 
     sizes: list[int] = []
     if number <= n_layers:
@@ -109,7 +109,7 @@ def _cut(modules: tuple[str, ...], begins: Sequence[int]) -> Stages:
 def _check_number(number: int, parallelism: ParallelismConfig, key: str) -> None:
     """Raise ConfigError unless the ranks can share `number` stages, which come from `key`."""
     degree, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
-    if SCHEDULES[schedule].looped:
+    if schedule == INTERLEAVED:
         fits, needs = number % degree == 0 and number > degree, f"a multiple above {degree}"
     else:
         fits, needs = number == degree, str(degree)

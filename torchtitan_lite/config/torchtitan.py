@@ -3,7 +3,6 @@
 ALIASES and MOVED have another name here; FOREIGN have no counterpart."""
 
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 from .keys import KEYS
 
@@ -44,94 +43,69 @@ ALIASES |= {
 }
 
 
-class Foreign(NamedTuple):
-    """A key of torchtitan without a counterpart here."""
-
-    reason: str
-    """Why it has no effect here."""
-    values: tuple[object, ...] | str | None = None
-    """Accepted values: those that ask for what happens here. None: all. A name of a key: its value.
-    """
-
-
-OFF = (False,)
-_EXPERTS = "Llama 3 has no experts"
-_READER = "a thread of each rank reads the batches ahead"
-_PLANNED = "torchtitan-lite plan predicts the memory without a run"
-_TORCHFT = "torchft is not used; MAX_RESTARTS restarts a run from its last checkpoint"
-_TRAINED = "validation uses [training]'s"
-FOREIGN = {
-    "job.use_for_integration_test": Foreign("it selects torchtitan's own tests"),
-    "job.save_config_file": Foreign("each run writes config.toml into its run folder"),
-    "job.custom_config_module": Foreign("no code from outside is loaded", ("",)),
-    "experimental.custom_*": Foreign("no code from outside is loaded", ("",)),
-    "model.norm_type": Foreign("Llama's layers use RMSNorm", ("rmsnorm", "fused_rmsnorm")),
-    "model.print_after_conversion": Foreign("a float8 run always lists the converted linears"),
-    "optimizer.early_step_in_backward": Foreign("all gradients are clipped before the update", OFF),
-    "training.gc_debug": Foreign("the garbage collector does not search for cycles", OFF),
-    "training.dataloader.*": Foreign(_READER),
-    "validation.dataloader.*": Foreign(_READER),
-    "validation.local_batch_size": Foreign(_TRAINED, "training.local_batch_size"),
-    "validation.seq_len": Foreign(_TRAINED, "training.seq_len"),
-    "parallelism.enable_compiled_autograd": Foreign("[compile] does not need it", OFF),
-    "parallelism.pipeline_parallel_schedule_csv": Foreign(
-        "pipeline_parallel_schedule names a schedule", ("",)
+ANY, OFF = None, (False,)
+Accepted = tuple[object, ...] | str | None
+"""Values of a foreign key that load. ANY: all. A name of a key: its value."""
+FOREIGN: dict[str, Accepted] = {
+    "job.use_for_integration_test": ANY,
+    "job.save_config_file": ANY,
+    "job.custom_config_module": ("",),
+    "experimental.custom_*": ("",),
+    "model.norm_type": ("rmsnorm", "fused_rmsnorm"),
+    "model.print_after_conversion": ANY,
+    "optimizer.early_step_in_backward": OFF,
+    "training.gc_debug": OFF,
+    "training.dataloader.*": ANY,
+    "validation.dataloader.*": ANY,
+    "validation.local_batch_size": "training.local_batch_size",
+    "validation.seq_len": "training.seq_len",
+    "parallelism.enable_compiled_autograd": OFF,
+    "parallelism.pipeline_parallel_schedule_csv": ("",),
+    "parallelism.pipeline_parallel_microbatches": (),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": ANY,
+    "parallelism.context_parallel_load_balancer": ("headtail",),
+    "parallelism.context_parallel_rotate_method": ("allgather",),
+    "parallelism.expert_*_degree": (1,),
+    "parallelism.expert_parallel_comm_backend": ANY,
+    "debug.moe_force_load_balance": ANY,
+    "float8.moe_fqns_prototype": ANY,
+    "mx.moe_fqns_prototype": ANY,
+    "quantize.grouped_mm.float8.*": ANY,
+    "quantize.grouped_mm.mx.*": ANY,
+    "metrics.enable_color_printing": ANY,
+    "checkpoint.interval_type": ("steps",),
+    "checkpoint.create_seed_checkpoint": OFF,
+    "checkpoint.initial_load_in_hf_quantized": OFF,
+    "checkpoint.enable_ft_dataloader_checkpoints": ANY,
+    "fault_tolerance.enable": OFF,
+    "fault_tolerance.*": ANY,
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
+        [],
+        ["moe.router.gate"],
+        "",  # as the command line writes them
+        "moe.router.gate",
     ),
-    "parallelism.pipeline_parallel_microbatches": Foreign(
-        "pipeline_parallel_microbatch_size sets the size of microbatches", ()
-    ),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": Foreign(_EXPERTS),
-    "parallelism.context_parallel_load_balancer": Foreign(
-        "each rank has a chunk from the start of a sequence and one from its end", ("headtail",)
-    ),
-    "parallelism.context_parallel_rotate_method": Foreign(
-        "each layer gathers keys and values", ("allgather",)
-    ),
-    "parallelism.expert_*_degree": Foreign(_EXPERTS, (1,)),
-    "parallelism.expert_parallel_comm_backend": Foreign(_EXPERTS),
-    "debug.moe_force_load_balance": Foreign(_EXPERTS),
-    "float8.moe_fqns_prototype": Foreign(_EXPERTS),
-    "mx.moe_fqns_prototype": Foreign(_EXPERTS),
-    "quantize.grouped_mm.float8.*": Foreign(_EXPERTS),
-    "quantize.grouped_mm.mx.*": Foreign(_EXPERTS),
-    "metrics.enable_color_printing": Foreign(
-        "terminals have colours, unless disable_color_printing"
-    ),
-    "checkpoint.interval_type": Foreign("[checkpoint] interval counts steps", ("steps",)),
-    "checkpoint.create_seed_checkpoint": Foreign("all layouts begin with the same weights", OFF),
-    "checkpoint.initial_load_in_hf_quantized": Foreign("quantized weights are not read", OFF),
-    "checkpoint.enable_ft_dataloader_checkpoints": Foreign(_TORCHFT),
-    "fault_tolerance.enable": Foreign(_TORCHFT, OFF),
-    "fault_tolerance.*": Foreign(_TORCHFT),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Foreign(
-        "every second matmul is recomputed", ([], "", ["moe.router.gate"], "moe.router.gate")
-    ),
-    "activation_checkpoint.preserve_rng_state": Foreign("blocks draw no random numbers"),
-    "activation_checkpoint.determinism_check": Foreign(
-        "recomputed tensors are compared by shape and type", ("default", "none")
-    ),
-    "activation_checkpoint.debug": Foreign("there is no such output", OFF),
-    "activation_checkpoint.visualize_*": Foreign("there is no such output", OFF),
-    "compile.backend": Foreign("torch.compile uses inductor", ("inductor",)),
-    "float8.force_recompute_fp8_weight_in_bwd": Foreign("torchao casts weights again anyway"),
-    "mx.recipe_name": Foreign(
-        "the recipe is mxfp8, with scales rounded up; [float8] emulate emulates it",
-        ("mxfp8", "mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"),
-    ),
-    "mx.*_kernel*": Foreign("torchao chooses the kernels of the casts"),
-    "mx.filter_fqns": Foreign("[model] converters does not select [mx]"),
-    "comm.mode": Foreign("torchtitan-lite plan is the dry run, without processes", ("default",)),
-    "memory_estimation.enable*": Foreign(_PLANNED, OFF),
-    "memory_estimation.disable_fake_mode": Foreign(_PLANNED),
-    "debug.deterministic_warn_only": Foreign("[debug] deterministic ends the run instead", OFF),
+    "activation_checkpoint.preserve_rng_state": ANY,
+    "activation_checkpoint.determinism_check": ("default", "none"),
+    "activation_checkpoint.debug": OFF,
+    "activation_checkpoint.visualize_*": OFF,
+    "compile.backend": ("inductor",),
+    "float8.force_recompute_fp8_weight_in_bwd": ANY,
+    "mx.recipe_name": ("mxfp8", "mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"),
+    "mx.*_kernel*": ANY,
+    "mx.filter_fqns": ANY,
+    "comm.mode": ("default",),
+    "memory_estimation.enable*": OFF,
+    "memory_estimation.disable_fake_mode": ANY,
+    "debug.deterministic_warn_only": OFF,
 }
-"""Keys without a counterpart here, as patterns of fnmatch. The first that matches counts."""
-FOREIGN_TABLES = {name.rpartition(".")[0] for name in FOREIGN}
+"""Keys without a counterpart here, as patterns of fnmatch, with the values that load: those that
+ask for what happens here. The first pattern that matches counts. docs/torchtitan.md says why."""
 
 
-def find_foreign(name: str) -> Foreign | None:
-    """Return the row of FOREIGN for a key's dotted name."""
-    return next((row for pattern, row in FOREIGN.items() if fnmatchcase(name, pattern)), None)
+def find_foreign(name: str) -> str | None:
+    """Return the pattern of FOREIGN for a key's dotted name."""
+    return next((pattern for pattern in FOREIGN if fnmatchcase(name, pattern)), None)
 
 
 def current_name(name: str) -> str:

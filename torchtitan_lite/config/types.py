@@ -1,7 +1,7 @@
 """Types of the values in a config, and what every section has in common."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 
@@ -19,10 +19,7 @@ def expand_user(path: str, *, what: str = "") -> str:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError as error:
         home = path.partition("/")[0]
-        fix = "set HOME, or write" if home == "~" else "write"
-        raise ConfigError(
-            f"{what}the folder {home} is not known; {fix} the path in full"
-        ) from error
+        raise ConfigError(f"{what}the folder {home} is not known; write it in full") from error
 
 
 MOST = 99_999_999
@@ -45,16 +42,10 @@ PathOrEmpty = Annotated[Text, AfterValidator(expand_user)]
 PathName = Annotated[Name, AfterValidator(expand_user)]
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
-if TYPE_CHECKING:
-    DatasetName = str
-    DecayType = str
-    RecipeName = str
-    ScheduleName = str
-else:  # the choices are the keys of these dicts
-    DatasetName = Literal[tuple(DATASETS)]
-    DecayType = Literal[tuple(DECAYS)]
-    RecipeName = Literal[tuple(RECIPES)]
-    ScheduleName = Literal[tuple(SCHEDULES)]
+DatasetName: TypeAlias = Literal[tuple(DATASETS)]  # type: ignore[valid-type]
+DecayType: TypeAlias = Literal[tuple(DECAYS)]  # type: ignore[valid-type]
+RecipeName: TypeAlias = Literal[tuple(RECIPES)]  # type: ignore[valid-type]
+ScheduleName: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]
 
 
 class Section(BaseModel):

@@ -7,6 +7,7 @@ from itertools import product
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 from torchtitan_lite.catalog.flavors import OUTPUT
+from torchtitan_lite.config.differences import config_changes
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import AUTO, LinearChoice
 
@@ -33,17 +34,17 @@ def resolve_auto(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> J
     linear faster, it is off in the result. Raises ConfigError if [float8] filter_fqns = ["auto"]
     needs a data sheet and there is none.
     """
-    float8, ac, before = job.config.float8, job.config.activation_checkpoint, job
+    float8, ac, before = job.config.float8, job.config.activation_checkpoint, job.to_toml()
     chooses_linears = float8.enable_float8_linear and AUTO in float8.filter_fqns
     sharding = job.config.parallelism
     if AUTO in (ac.mode, sharding.fsdp_reshard_after_forward, sharding.fsdp_reduce_gradients):
         work = choose_work(job, device=device, memory_gib=memory_gib)
         job, reserved_gib = work.job, work.reserved_gib
-        values = ", ".join(_values(job, key) for key in job.chosen if key not in before.chosen)
+        values = ", ".join(config_changes(before, job.to_toml()))
         fits = "the fastest that fits" if reserved_gib <= memory_gib else "the smallest, too large"
         stand_in = "" if device else f" (times of an {STAND_IN})"
         memory = f"{reserved_gib:.1f} of {memory_gib:.1f} GiB"
-        logger.info(f'"auto" is {values}: {memory}, {fits}{stand_in}')
+        logger.info(f'in place of "auto": {values}; {memory}, {fits}{stand_in}')
     if not chooses_linears:
         return job
 
@@ -51,11 +52,6 @@ def resolve_auto(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> J
     reasons = ", ".join(f"{kind} ({reason})" for kind, reason in _kept_by_auto(choices).items())
     logger.info(f'[float8] filter_fqns = ["auto"] keeps in high precision: {reasons or "nothing"}')
     return name_kept(job, choices)
-
-
-def _values(job: Job, key: str) -> str:
-    table, name = key.split(".")
-    return f"{key} {getattr(getattr(job.config, table), name)}"
 
 
 def choose_work(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> Workload:

@@ -12,7 +12,7 @@ Shapes: N tokens of a microbatch, D dim, V vocab_size.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from torchtitan_lite.catalog.schedules import SCHEDULES
+from torchtitan_lite.catalog.schedules import INTERLEAVED
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.models import loss
 
@@ -96,7 +96,7 @@ def _moment(share: Share, name: str, gradients: int, *, buffers: int = 0, **part
     # schedules keep what it sends too.
     sides = 2 * len(share.job.stages) // share.job.degrees.pp
     sides -= share.has_embedding + share.has_output
-    sides *= 2 if SCHEDULES[_schedule(share)].looped else 1
+    sides *= 2 if _schedule(share) == INTERLEAVED else 1
     received = share.microbatches * sides * share.residual if share.pipelined else 0
     return Moment(
         name,
@@ -173,7 +173,7 @@ def _in_flight(share: Share) -> float:
     name, stages = _schedule(share), len(share.job.stages) / p
     if name == "GPipe":
         return n
-    if not SCHEDULES[name].looped:
+    if name != INTERLEAVED:
         return min(n, p - share.rank)
     # Interleaved ones warm up with a round of microbatches for each stage but one, then with as
     # many as the ranks behind need.

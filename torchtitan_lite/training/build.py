@@ -11,18 +11,13 @@ from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
-from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.run_files import RecordKind
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress
 from torchtitan_lite.checkpoint.matching import check_model
 from torchtitan_lite.checkpoint.resume import Resume
-from torchtitan_lite.config import (
-    MetricsConfig,
-    check_decay,
-    log_odd_schedule,
-)
+from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.config.differences import config_changes
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
@@ -56,8 +51,7 @@ def build_batches(
 ) -> tuple[TrainingBatches, ValidationBatches | None]:
     """Build a data-parallel rank's training batches after `progress`, and its validation batches.
 
-    Raises DataError if the data has changed or differs between ranks, and ConfigError if the data
-    would end within the schedule's warm-up or decay."""
+    Raises DataError if the data has changed or differs between ranks."""
     training, validation = job.config.training, job.config.validation
     corpus, validation_corpus, validated = build_corpora(
         training,
@@ -87,10 +81,6 @@ def build_batches(
         first_step=progress.step + 1,
         first_sample=progress.samples,
     )
-    schedule, steps = job.config.lr_scheduler, batches.last_step
-    for problem in check_decay(schedule, steps=steps):
-        raise ConfigError(f"{problem}; [training] epochs = {training.epochs} end the run there.")
-    log_odd_schedule(schedule, steps=steps)
     log_data(batches, training)
     if not validation.enable:
         return batches, None

@@ -14,10 +14,10 @@ from torch import Tensor
 from torchtitan_lite.base.collectives import agree, on_rank0
 from torchtitan_lite.base.errors import RunError
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.lr_schedule import lr_factor
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
-from torchtitan_lite.config import learning_rate
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.dataloader import PREFETCHED, Batch, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -193,7 +193,8 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, batch_sizes, degrees = self.config.training, self.job.batch, self.job.degrees
-        lr = learning_rate(self.config, step, last_step=self.last_step)
+        schedule = self.config.lr_scheduler.model_dump()
+        lr = self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
