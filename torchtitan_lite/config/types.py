@@ -19,7 +19,8 @@ def expand_user(path: str, *, what: str = "") -> str:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError as error:
         home = path.partition("/")[0]
-        raise ConfigError(f"{what}the folder {home} is not known; write it in full") from error
+        fix = "write the path in full"
+        raise ConfigError(f"{what}the folder {home} is not known; {fix}") from error
 
 
 MOST = 99_999_999
