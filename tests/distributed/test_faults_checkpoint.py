@@ -200,7 +200,7 @@ def test_each_step_is_recorded_once_also_after_a_crash(tmp_path: Path) -> None:
     assert [point.value for point in points] == pytest.approx(values(folder, "loss"), rel=1e-6)
 
 
-# ----- save_request_file -----
+# ----- save_requested -----
 def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     touch = fault("touch", "forward 4", 0, path=f"{folder}/SAVE")
