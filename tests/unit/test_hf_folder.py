@@ -90,7 +90,7 @@ def test_rotary_frequencies_and_a_tied_output_may_be_saved_too(tmp_path):
 )
 def test_another_model_is_refused_with_the_keys_to_set(tmp_path, changes, difference):
     build_hf(TIED).save_pretrained(tmp_path)
-    keys = r"dim = 64, .*n_kv_heads = 2, .*rope_scaling = .*32\.0, .*_embeddings = true"
+    keys = r"dim = 64, .*n_kv_heads = 2, .*rope_scaling = \{ factor = 32\.0, .*_embeddings = true"
     message = rf'another model: {difference}\. Set \[model\] flavor = "", {keys}, or name'
     with pytest.raises(CheckpointError, match=message):
         loaded(tmp_path, replace(TIED, **changes))  # type: ignore[arg-type]

@@ -56,7 +56,9 @@ class Key:
 
 
 def show(value: object) -> str:
-    """Format a value on one line as JSON, nearly as TOML does; `unset` for None."""
+    """Format a value on one line, nearly as TOML does; `unset` for None."""
+    if value and isinstance(value, dict):
+        return f"{{ {show_settings(value)} }}"
     return "unset" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
