@@ -48,7 +48,10 @@ def connect_store(timeout_s: float) -> dist.Store:
     never comes from a server that is stopped. One connection serves one thread at a time.
 
     Each start has keys of its own, and each of its attempts, because the store still holds what the
-    attempt before left there, such as the addresses of its process group."""
+    attempt before left there, such as the addresses of its process group. A process that was
+    started alone, as by `bench`, needs no port and gets a store of its own."""
+    if "MASTER_ADDR" not in os.environ and read_rank()[1] == 1:
+        return dist.HashStore()
     start = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
