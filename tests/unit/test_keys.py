@@ -51,7 +51,7 @@ def test_every_key_is_of_a_known_kind_and_documented_in_one_line():
     (("a", "b"), '["a", "b"]'),
     (True, "true"),
     (None, "unset"),
-    ({"a": 1, "b": "c"}, '{"a": 1, "b": "c"}'),
+    ({"a": 1, "b": "c"}, '{ a = 1, b = "c" }'),
 ])  # fmt: skip
 def test_show(value, shown):
     assert show(value) == shown
