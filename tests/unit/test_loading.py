@@ -104,10 +104,10 @@ def test_datasets_load_from_file_and_command_line(run_toml):
     ('training.datasets = [{"path" = "a", "wieght" = 2}]',
      r'0.wieght: unknown key; did you mean "weight"\?$'),
     ('training.datasets = [{"weight" = 2}]', "0.path: Field required$"),
-    ('training.datasets = {"path" = "a"}', "must be of type array of {path, weight}$"),
-    ('model.rope_scaling = {"factor" = 8.0, "factr" = 8.0}',
+    ('training.datasets = { path = "a" }', "must be of type array of {path, weight}$"),
+    ("model.rope_scaling = { factor = 8.0, factr = 8.0 }",
      r'factr: unknown key; did you mean "factor"\?$'),
-    ('model.rope_scaling = {"factor" = 0.5}', "factor: must be greater than or equal to 1$"),
+    ("model.rope_scaling = { factor = 0.5 }", "factor: must be greater than or equal to 1$"),
 ])  # fmt: skip
 def test_an_invalid_value_is_named_with_its_rule(setting, rule, run_toml):
     run_toml.write_text(setting)
