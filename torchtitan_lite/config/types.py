@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.datasets import DATASETS
@@ -21,6 +21,16 @@ def expand_user(path: str, *, what: str = "") -> str:
         home = path.partition("/")[0]
         fix = "write the path in full"
         raise ConfigError(f"{what}the folder {home} is not known; {fix}") from error
+
+
+def refuse_zero_bubble(schedule: object) -> object:
+    """Raise ValueError for PyTorch's zero-bubble schedules, see catalog/schedules.py."""
+    if isinstance(schedule, str) and schedule.endswith("ZeroBubble"):
+        raise ValueError(
+            "with zero-bubble schedules PyTorch computes wrong gradients, without an error, under "
+            'compile, resharding or recomputation (pytorch/pytorch#161904); use "1F1B"'
+        )
+    return schedule
 
 
 MOST = 99_999_999
@@ -46,7 +56,8 @@ Names = Annotated[tuple[Name, ...], Strict(False)]
 DatasetName: TypeAlias = Literal[tuple(DATASETS)]  # type: ignore[valid-type]
 DecayType: TypeAlias = Literal[tuple(DECAYS)]  # type: ignore[valid-type]
 RecipeName: TypeAlias = Literal[tuple(RECIPES)]  # type: ignore[valid-type]
-ScheduleName: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]
+_Schedule: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]
+ScheduleName = Annotated[_Schedule, BeforeValidator(refuse_zero_bubble)]
 
 
 class Section(BaseModel):
