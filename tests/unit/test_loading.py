@@ -92,7 +92,7 @@ def test_datasets_load_from_file_and_command_line(run_toml):
     ('float8.filter_fqns = [""]', "0: .* at least 1 character"),
     ('float8.recipe_name = "tensorwize"',
      r"must be 'tensorwise', 'rowwise', 'rowwise_with_gw_hp' or 'mxfp8'; .* \"tensorwise\"\?$"),
-    ('parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"', 
+    ('parallelism.pipeline_parallel_schedule = "ZBVZeroBubble"',
      r'wrong gradients, .*pytorch/pytorch#161904\); use "1F1B"$'),
     ('parallelism.pipeline_parallel_schedule = "ZB"', "be '1F1B', 'GPipe' or .*1F1B'$"),
     ("float8.recipe_name = 3", "must be 'tensorwise', 'rowwise', .* or 'mxfp8'$"),
