@@ -348,7 +348,8 @@ def test_job_memory_of_the_microbatches_in_flight(schedule, in_flight):
     head = 2 * 2 * TOKENS * 256 + 2 * 512 * 256
     moments = {moment.name: moment for moment in job_memory(job, ())}
     held = moments["gradients of the first block"].activations - 2 * TOKENS * 256
-    assert held == approx(in_flight * 4 * (block.activations - head), rel=0.01)
+    # The backward that is at its first block needs nothing more of its own microbatch.
+    assert held == approx((in_flight - 1) * 4 * (block.activations - head), rel=0.01)
 
 
 # ----- RESERVED_RATIO -----

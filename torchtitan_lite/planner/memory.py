@@ -61,16 +61,17 @@ def step_memory(share: Share) -> list[Moment]:
 
     Assumes the last microbatch of a step after the first one, so that optimizer states exist."""
     tensors = _block_tensors(share)
-    held = round(_in_flight(share) * _kept_by_blocks(share, tensors))
+    each = _kept_by_blocks(share, tensors)
+    waiting = round((_in_flight(share) - 1) * each)  # of other microbatches
 
     # At either end of the backward through the blocks: the number of blocks before, and the weights
     # whose gradients FSDP still scatters.
-    moments = [_loss(share, held)] if share.has_output else []
+    moments = [_loss(share, waiting + each)] if share.has_output else []
     for name, before, behind in (
         ("last block", share.blocks - 1, max(share.output, share.block)),
         ("first block", 0, share.block),
     ):
-        kept = held if share.pipelined else held * before // share.blocks
+        kept = waiting + each * before // share.blocks
         there, scattered = _gathered(share, before), _scattered(share, behind)
         new = _new_gradients(share, share.block, scattered)
         whole = _whole_gradients(share, (before + 1) * share.block + share.embedding)
