@@ -132,6 +132,8 @@ def continue_prompts(
     """
     context = model.args.max_seq_len
     texts = [_Text(encode_prompt(each, tokenizer, context=context), tokenizer) for each in prompts]
+
+    # A batch goes on until all its texts have ended.
     for length in dict.fromkeys(len(text.prompt_ids) for text in texts):
         batch = [text for text in texts if len(text.prompt_ids) == length]
         count = min(sampling.max_new_tokens, context - length)
@@ -144,6 +146,7 @@ def continue_prompts(
                 write(texts[0].new_part())
             if all(text.at_eos for text in batch):
                 break
+
     return [
         Sample(prompt, text.decode(), len(text.ids), text.ended_by(sampling.max_new_tokens))
         for prompt, text in zip(prompts, texts, strict=True)
@@ -155,6 +158,7 @@ class _Text:
 
     def __init__(self, prompt_ids: list[int], tokenizer: Tokenizer) -> None:
         self.prompt_ids, self._tokenizer = prompt_ids, tokenizer
+        self._prompt_size = len(tokenizer.decode(prompt_ids))
         self.ids: list[int] = []
         self.at_eos, self._written = False, ""
 
@@ -167,8 +171,7 @@ class _Text:
     def decode(self) -> str:
         """Return the text."""
         # Some tokenizers drop a space at the start of a text.
-        prompt = self._tokenizer.decode(self.prompt_ids)
-        return self._tokenizer.decode([*self.prompt_ids, *self.ids])[len(prompt) :]
+        return self._tokenizer.decode([*self.prompt_ids, *self.ids])[self._prompt_size :]
 
     def new_part(self) -> str:
         """Return the text since the last call, unless it ends within a character."""
