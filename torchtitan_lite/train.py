@@ -37,6 +37,7 @@ from torchtitan_lite.checkpoint.resume import Resume, find_resume
 from torchtitan_lite.config import Config, format_help, load_config, shared_settings
 from torchtitan_lite.metrics.summary import summary_lines
 from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
+from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.compiler_checks import check_compiler
 from torchtitan_lite.run.outcome import explain
@@ -78,12 +79,16 @@ def run(config: Config, *, parent: int | None) -> int:
 
 def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str | None:
     """Join the other processes and train. Return what stopped the run early, if anything."""
-    # Join the other processes. All must have the same config, versions and sources. At a time-out,
-    # NCCL's flight recorder writes into the run folder, unless the environment names a place.
+    # At a time-out, NCCL's flight recorder writes into the run folder, unless the environment names
+    # a place.
     allow_open_files()
     traces = folder.path.absolute() / config.comm.save_traces_folder
     trace_file = f"{traces}/{config.comm.save_traces_file_prefix}"
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", trace_file)
+    set_determinism(config.debug)
+
+    # Join the other processes. All must have the same config, versions and sources. No variable may
+    # be added from here on: a thread of gloo or NCCL that reads the environment meanwhile crashes.
     device = init_distributed(config.comm)
     check_started_alike(start_facts(config))
 

@@ -41,6 +41,7 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
+from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.process_group import end_process, init_distributed
 from torchtitan_lite.training.build import build_batches
@@ -128,6 +129,7 @@ def build_loss(
 
 def train(config: Config, *, our_loss: bool) -> None:
     """Train in the processes that torchrun started, and print each step's loss on rank 0."""
+    set_determinism(config.debug)
     device = init_distributed(config.comm)
     job, tokenizer = prepare_job(config, device=device)
     batches, _ = build_batches(job, tokenizer, dp_rank=dist.get_rank(), progress=NEW_RUN)

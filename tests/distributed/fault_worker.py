@@ -43,6 +43,7 @@ from torchtitan_lite.catalog import flavors
 from torchtitan_lite.checkpoint import checkpointer, folders
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.checkpoint.state import random_state
+from torchtitan_lite.config import CommConfig
 from torchtitan_lite.data.dataloader import Batch
 from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.models.llama3 import FeedForward
@@ -265,6 +266,20 @@ def commit(draft: Path, target: Path) -> None:
     happen(f"committed {int(target.name[-8:])}")
 
 
+def keep_environment(event: str, arguments: tuple[Any, ...]) -> None:
+    """Raise RuntimeError for a variable that is added: a thread of gloo or NCCL that reads the
+    environment meanwhile crashes the process. An audit hook for processes that have joined."""
+    if event == "os.putenv" and (name := os.fsdecode(arguments[0])) not in os.environ:
+        raise RuntimeError(f"{name} was added to the environment of a process that has joined")
+
+
+def init_distributed(comm: CommConfig) -> torch.device:
+    device = INIT_DISTRIBUTED(comm)
+    sys.addaudithook(keep_environment)
+    return device
+
+
+INIT_DISTRIBUTED = train.init_distributed
 COMMIT, WRITE_TENSORS = folders.commit, checkpointer.write_tensors
 CLIP_GRADIENTS = trainer.clip_gradients
 
@@ -273,7 +288,7 @@ if __name__ == "__main__":
     faults.extend(json.loads(sys.argv.pop(1)))
     tiny = flavors.ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=0)
     flavors.FLAVORS.update(debugmodel=tiny, wider=replace(tiny, dim=64))
-    train.Trainer = FaultyTrainer
+    train.Trainer, train.init_distributed = FaultyTrainer, init_distributed
     build_model.ModelLoss = FaultyLoss
     build.Checkpointer = FaultyCheckpointer
     folders.commit, checkpointer.write_tensors = commit, write_tensors

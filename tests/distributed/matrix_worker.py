@@ -16,15 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fault_worker import keep_environment
 from torch._dynamo.callback import callback_handler
 
 from torchtitan_lite.base.errors import RunError
 from torchtitan_lite.base.logger import init_logger
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.checkpoint.resume import find_resume
-from torchtitan_lite.config import CommConfig, load_config
+from torchtitan_lite.config import CommConfig, DebugConfig, load_config
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.metrics import hardware
+from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.process_group import end_process, init_distributed
 from torchtitan_lite.run.watchdog import Watchdog
@@ -50,6 +52,7 @@ def train(arguments: list[str], *, device: torch.device, watchdog: Watchdog) -> 
         config = load_config(arguments, world_size=dist.get_world_size())
         folder = Path(config.job.dump_folder) / config.checkpoint.folder
         resume = find_resume(config.checkpoint, folder=folder)
+        set_determinism(config.debug)
         job, tokenizer = prepare_job(config, device=device)
         trainer = Trainer(
             job, tokenizer, device=device, run_folder=None, resume=resume, watchdog=watchdog
@@ -64,13 +67,14 @@ def build_job(overrides: list[str], *, device: torch.device) -> Job:
     """Return the job of matrix.toml, changed by overrides."""
     words = ["--job.config_file", str(CONFIG), *overrides]
     config = load_config(words, world_size=dist.get_world_size())
+    set_determinism(config.debug)
     return prepare_job(config, device=device)[0]
 
 
 def tell_each(look: Callable[..., Any]) -> None:
     """Print as a line of JSON, by name, what `look` finds with the overrides of each run of the
     first argument, RUNS, on a device."""
-    device = init_distributed(CommConfig())
+    device = join()
     found = {}
     for name, overrides in json.loads(sys.argv[1]).items():
         found[name] = look(overrides, device=device)
@@ -78,6 +82,14 @@ def tell_each(look: Callable[..., Any]) -> None:
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     end_process(0)
+
+
+def join() -> torch.device:
+    """Join the other processes for several runs. Return this process's device."""
+    set_determinism(DebugConfig(deterministic=True))  # before a run of its own sets a variable
+    device = init_distributed(CommConfig())
+    sys.addaudithook(keep_environment)
+    return device
 
 
 def forget_compiled() -> None:
@@ -91,7 +103,7 @@ def forget_compiled() -> None:
 def main() -> None:
     init_logger()
     watchdog = Watchdog(report=print)
-    device = init_distributed(CommConfig())
+    device = join()
     hardware.measure_peak = lambda *_: 1.0  # the peak of float32, which no config gives
     folder, runs = Path(sys.argv[1]), json.loads(sys.argv[2])
     for name, overrides in runs.items():

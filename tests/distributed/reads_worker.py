@@ -8,13 +8,13 @@ import sys
 from collections import Counter
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from torchtitan_lite.base.logger import init_logger
 from torchtitan_lite.config import load_config
 from torchtitan_lite.metrics.clock import HostEvent
+from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.process_group import end_process, init_distributed
 from torchtitan_lite.run.watchdog import Watchdog
@@ -56,6 +56,7 @@ def main() -> None:
     init_logger()
     config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
     watchdog = Watchdog(report=print)
+    set_determinism(config.debug)
     device = init_distributed(config.comm)
     job, tokenizer = prepare_job(config, device=device)
     trainer = Trainer(
@@ -75,5 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
     main()

@@ -41,6 +41,7 @@ KILLS = 4  # of a run, half of them in a save
 VALIDATION = ["--validation.enable", "--validation.freq=3"]
 VALIDATION += ["--validation.dataset_path=torchtitan_lite/models/init.py"]
 DROP_OUT = [fault("drop_out", "start"), fault("seed_by_rank", "forward 1")]
+RESUMED = [ASYNC, "--debug.deterministic", *VALIDATION]
 
 
 def trained(folder: Path, step: int) -> dict[int, tuple[float, ...]]:
@@ -65,7 +66,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("settings", "resumed_settings", "faults"),
     [
-        pytest.param([], [ASYNC, *VALIDATION], [NOTE], id="bf16", marks=pytest.mark.quick),
+        pytest.param([], RESUMED, [NOTE], id="bf16", marks=pytest.mark.quick),
         pytest.param([], VALIDATION, [NOTE, *DROP_OUT], id="dropout"),
         pytest.param([*FLOAT8, PRECOMPUTE], [ASYNC], [NOTE], id="float8"),
     ],

@@ -8,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchtitan_lite.base.logger import init_logger
 from torchtitan_lite.config import load_config
+from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.process_group import end_process, init_distributed
 from torchtitan_lite.run.watchdog import Watchdog
@@ -20,6 +21,7 @@ def main() -> None:
     init_logger()
     config = load_config(sys.argv[1:], world_size=int(os.environ["WORLD_SIZE"]))
     watchdog = Watchdog(report=print)
+    set_determinism(config.debug)
     device = init_distributed(config.comm)
     job, tokenizer = prepare_job(config, device=device)
     trainer = Trainer(

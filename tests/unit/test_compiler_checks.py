@@ -8,13 +8,14 @@ import pytest
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.run import compiler_checks
-from torchtitan_lite.run.compiler_checks import INDUCTOR_CACHE, TRITON_CACHE
+from torchtitan_lite.run.compiler_checks import INDUCTOR_CACHE, KERNELS_POINTER, TRITON_CACHE
 
 
 def check_compiler(*, compiles: bool = False, on_gpu: bool = False, **env: object) -> str:
     """Check an environment with all compilers, and return the cache that it has then."""
     full = {"PATH": os.environ["PATH"]} | {name: str(value) for name, value in env.items()}
     compiler_checks.check_compiler(full, compiles=compiles, on_gpu=on_gpu)
+    assert KERNELS_POINTER in full and full[TRITON_CACHE].startswith(f"{full[INDUCTOR_CACHE]}/")
     return full[INDUCTOR_CACHE]
 
 

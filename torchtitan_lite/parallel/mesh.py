@@ -69,7 +69,8 @@ def init_alone() -> torch.device:
 
 
 def set_determinism(debug: DebugConfig) -> None:
-    """Seed torch, and use deterministic algorithms only if the config asks for them."""
+    """Seed torch, and use deterministic algorithms only if the config asks for them. Changes the
+    environment, so it must be called before the process group exists."""
     torch.manual_seed(debug.seed)
     if debug.deterministic:
         # cuBLAS reads the variable at its first call.

@@ -12,7 +12,6 @@ from torchtitan_lite.config.job import Job, build_job
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.metrics.hardware import given_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.writers import check_writers_installed
-from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.run.process_group import local_world_size
 from torchtitan_lite.training.build import run_on_writing_ranks
 from torchtitan_lite.training.model import find_attention
@@ -25,7 +24,7 @@ def prepare_job(
     config: Config, *, device: torch.device, resume: Resume | None = None
 ) -> tuple[Job, Tokenizer]:
     """Derive the job and its tokenizer, and choose "auto" values for this device. Log what float8
-    is predicted to gain. Seed torch.
+    is predicted to gain.
 
     A run that resumes keeps its global batch size. A collective call. Raises ConfigError or
     DataError."""
@@ -36,7 +35,6 @@ def prepare_job(
         saved = read_batch(resume.manifest.config, dp_degree=dp_degree)
         config = keep_batch(config, saved=saved, world_size=world_size)
     run_on_writing_ranks(config.metrics, lambda: check_writers_installed(config.metrics))
-    set_determinism(config.debug)
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer.values)
 

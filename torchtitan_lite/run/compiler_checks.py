@@ -10,6 +10,7 @@ from pathlib import Path
 from torchtitan_lite.base.errors import ConfigError
 
 INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+KERNELS_POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
 OTHERS_MAY_WRITE = 0o022
 
 
@@ -17,14 +18,19 @@ def check_compiler(env: MutableMapping[str, str], *, compiles: bool, on_gpu: boo
     """Raise ConfigError unless the compiler's caches are private and, if a run `compiles`, there is
     a compiler.
 
-    Names a cache in `env` if there is none: torch would take a folder in /tmp that anyone may have
+    Names caches in `env` if there are none: torch would take a folder in /tmp that anyone may have
     made before."""
     if not env.get(INDUCTOR_CACHE):
         env[INDUCTOR_CACHE] = f"{tempfile.gettempdir()}/torchtitan_lite_inductor_{os.geteuid()}"
+    if not env.get(TRITON_CACHE):
+        env[TRITON_CACHE] = f"{env[INDUCTOR_CACHE]}/triton"
     for name in (INDUCTOR_CACHE, TRITON_CACHE):
-        cache = env.get(name)
-        if cache and (problem := find_problem(Path(cache).absolute())):
-            raise ConfigError(f"{name}={cache}: {problem}; set it to another folder.")
+        if problem := find_problem(Path(env[name]).absolute()):
+            raise ConfigError(f"{name}={env[name]}: {problem}; set it to another folder.")
+
+    # torch sets it for each kernel that it loads. Adding it then could crash a thread of gloo that
+    # reads the environment; changing it cannot.
+    env.setdefault(KERNELS_POINTER, "0")
     if compiles:
         check_tools(env, on_gpu=on_gpu)
 

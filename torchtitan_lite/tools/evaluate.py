@@ -19,7 +19,7 @@ from torchtitan_lite.config import load_config
 from torchtitan_lite.data.corpus import build_validation_corpus
 from torchtitan_lite.data.dataloader import ValidationBatches
 from torchtitan_lite.models.loss import IGNORED
-from torchtitan_lite.parallel.mesh import build_mesh, init_alone
+from torchtitan_lite.parallel.mesh import build_mesh, init_alone, set_determinism
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.compiler_checks import check_compiler
 from torchtitan_lite.training.build import build_loaded_model
@@ -47,6 +47,7 @@ def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, 
         file.write_text(tomli_w.dumps(tables))
         config = load_config([f"--job.config_file={file}", *overrides, *forced], world_size=1)
     check_compiler(os.environ, compiles=False, on_gpu=False)  # attention in documents compiles
+    set_determinism(config.debug)
     device = init_alone()
     job, tokenizer = prepare_job(config, device=device)
 
