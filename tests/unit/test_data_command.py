@@ -49,7 +49,7 @@ def test_from_text_to_a_store_and_to_damage(tmp_path, corpus):
     ("make corpus.jsonl store --skip-bad 99", 3, "line 100: "),
     ("make corpus.jsonl corpus.jsonl/store", 7, "corpus.jsonl/store"),
     ("make corpus.jsonl store --tokenizer nowhere", 3, "nowhere"),
-    ("make corpus.jsonl store --max-tokens 0", 2, "'0' is not a whole number of 1 or more"),
+    ("make corpus.jsonl store --max-tokens 0", 2, "--max-tokens: 0 must be a whole number from 1"),
     ("verify nowhere", 3, "nowhere is missing; name the folder of a store"),
     ("", 2, "the following arguments are required"),
 ])  # fmt: skip

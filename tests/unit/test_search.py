@@ -272,12 +272,10 @@ def test_without_a_layout_that_fits_it_says_what_would() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--gpu-hour -1", r"--gpu-hour -1.0 must be a positive number"),
-        ("--gpu-hour 0", r"--gpu-hour 0.0 must be a positive number"),
-        ("--gpu-hour nan", r"--gpu-hour nan must be a positive number"),
-        ("--world-size 0", r"--world-size 0 must be 1 to 1000000"),
-        ("--world-size 1000001", r"--world-size 1000001 must be 1 to 1000000"),
-        ("--tps 7000", r"--tps 7000.0 is of one layout, and --search compares"),
+        ("--gpu-hour -1", r"--gpu-hour: -1 must be a number from 1e-06"),
+        ("--gpu-hour nan", r"--gpu-hour: nan must be a number from 1e-06"),
+        ("--world-size 1000001", r"--world-size: 1000001 must be .* 1 to 1000000;"),
+        ("--tps 7000", r"--tps: not allowed with argument --search"),
         ("--parallelism.tensor_parallel_degree=3", r"does not divide the world size, 8"),
         ("--training.global_batch_size=7", r"global_batch_size = 7 is not a multiple of"),
         ("--training.mixed_precision_param=float32", r'"float32" cannot be planned'),
@@ -351,7 +349,7 @@ def test_the_configs_own_layout_and_length_need_not_fit_the_processes(
 
 @pytest.mark.parametrize("other", [["--search"], ["--tps", "5"]])
 def test_options_that_exclude_longest(other: list[str]) -> None:
-    with pytest.raises(ConfigError, match=f"--longest .* drop it, or {other[0]}"):
+    with pytest.raises(ConfigError, match=f"{other[0]}: not allowed with argument --longest"):
         run_command(["plan", "--longest", *other])
 
 

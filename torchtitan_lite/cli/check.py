@@ -7,13 +7,12 @@ Exit codes: 2 for a wrong config.
 """
 
 import argparse
+from functools import partial
 
-from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import load_config
 from torchtitan_lite.config.job import TokenizerValues, build_job
 
-from .parser import Parser
-from .plan import MOST_DEVICES
+from .parser import MOST_DEVICES, Parser, number
 
 
 def add_arguments(parser: Parser) -> None:
@@ -22,13 +21,12 @@ def add_arguments(parser: Parser) -> None:
     text = "config of the run; --job.config_file FILE does the same"
     parser.add_argument("file", nargs="?", metavar="FILE", help=text)
     text = "number of processes of the run, one per GPU"
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help=text)
+    count = partial(number, most=MOST_DEVICES)
+    parser.add_argument("--world-size", type=count, required=True, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the layout and the batch. Raises ConfigError."""
-    if not 1 <= args.world_size <= MOST_DEVICES:
-        raise ConfigError(f"--world-size {args.world_size} must be 1 to {MOST_DEVICES}")
     named = ["--job.config_file", args.file] if args.file else []
     config = load_config([*named, *args.overrides], world_size=args.world_size)
     # No rule on the config needs the tokenizer, which another machine may have.

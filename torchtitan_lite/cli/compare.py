@@ -9,20 +9,19 @@ step; nothing is interpolated.
 import argparse
 from pathlib import Path
 
-from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.metrics.summary import FINAL_STEPS
 from torchtitan_lite.tools.comparison import format_comparison, read_runs
+
+from .parser import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument("runs", type=Path, nargs="*", help="run folder, or its metrics.jsonl")
     text = f"number of steps that a final loss is the mean of (default: {FINAL_STEPS})"
-    parser.add_argument("--last", type=int, default=FINAL_STEPS, metavar="N", help=text)
+    parser.add_argument("--last", type=number, default=FINAL_STEPS, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the table. Raises ConfigError."""
-    if args.last < 1:
-        raise ConfigError(f"--last {args.last} must be at least 1")
     print(format_comparison(read_runs(args.runs), last=args.last))

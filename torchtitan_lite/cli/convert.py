@@ -17,10 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "checkpoint: outputs/debug_model/checkpoint/step-00000030"
     export.add_argument("step_dir", type=Path, help=text)
     export.add_argument("out_dir", type=Path, help="folder to make")
-    choices, text = (
-        ("float32", "bfloat16", "float16", "keep"),
-        "type of the weights (keep: as saved)",
-    )
+    choices = ("float32", "bfloat16", "float16", "keep")
+    text = "type of the weights (keep: as saved)"
     export.add_argument("--dtype", choices=choices, default="keep", help=text)
 
 

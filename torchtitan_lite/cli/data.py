@@ -11,7 +11,7 @@ Exit codes: 3 for missing or broken data, 7 if the disk fails.
 """
 
 import argparse
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torchtitan_lite.base.errors import DataError, StorageError
@@ -21,18 +21,7 @@ from torchtitan_lite.data.store_writer import make_store
 from torchtitan_lite.data.token_store import TokenStore, verify_store
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
-from .parser import path_text
-
-
-def count(minimum: int) -> Callable[[str], int]:
-    """Return an argparse type: a whole number of at least `minimum`."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {minimum} or more")
-        return int(text)
-
-    return parse
+from .parser import number, path_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "field of .jsonl, .json and .parquet rows with the text (text)"
     make.add_argument("--text-field", default="text", help=text)
     text = "bad rows to leave out before giving up (0)"
-    make.add_argument("--skip-bad", type=count(0), default=0, help=text)
+    make.add_argument("--skip-bad", type=partial(number, least=0), default=0, help=text)
     text = "end with the document that reaches so many (all)"
-    make.add_argument("--max-tokens", type=count(1), help=text)
+    make.add_argument("--max-tokens", type=number, help=text)
     make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
     make.add_argument("--hf-split", default="train", help="split of a Hugging Face dataset (train)")
 

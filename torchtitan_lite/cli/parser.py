@@ -1,8 +1,9 @@
 """The parser of all commands: one form of help, errors with a hint, keys of the config."""
 
 import argparse
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,8 @@ from torchtitan_lite.config.keys import KEYS, closest
 KEYS_HELP = "--table.key value overrides a key of the config: torchtitan-lite train --help"
 BOOL = re.compile("true|false|yes|no|on|off|0|1", re.IGNORECASE)
 WORD = re.compile("(?!--).*", re.DOTALL)
+MOST_DEVICES = 10**6
+"""Of a run that is checked or planned."""
 FORM = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=100)
 
 
@@ -76,6 +79,20 @@ def path_text(text: str) -> str:
         return expand_user(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+
+
+def number(
+    text: str, *, kind: Callable[[str], float] = int, least: float = 1, most: int = 10**15
+) -> float:
+    """Return a number in a range: an argparse type."""
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= most:
+        form = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text} must be a {form} from {least} to {most}")
+    return value
 
 
 def split_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:

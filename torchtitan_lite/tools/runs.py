@@ -11,9 +11,6 @@ from torchtitan_lite.run.status import Status, read_status
 
 SILENT_SECONDS, SILENT_STEPS = 120.0, 20
 """A running run that reports nothing for this long, and for so many steps, may be dead."""
-LOG_BYTES, LOG_LINES = 8192, 10
-SKEW_SECONDS = 60.0
-"""How far the clocks of hosts and disks may differ."""
 COLUMNS = ("run", "state", "step", "loss", "tps", "mfu", "time left", "updated")
 
 
@@ -66,37 +63,18 @@ def describe(folder: Path, status: Status, *, now: float) -> dict[str, str]:
         "last checkpoint": status.last_checkpoint or "",
         "updated": f"{_span(found['age_s'])} ago",
         "doubt": found["doubt"],
+        "logs": str(folder / "logs") if status.state == "failed" else "",
     }
     return {name: " ".join(fact.split()) for name, fact in facts.items()}
 
 
 def format_runs(runs: dict[Path, Status], *, now: float) -> str:
-    """Return several runs as a table, or all of one, and if it failed, the end of its log."""
+    """Return several runs as a table, or all of one."""
     described = [describe(folder, status, now=now) for folder, status in runs.items()]
     if len(runs) > 1:
         rows = [[facts[name] or "-" for name in COLUMNS] for facts in described]
         return format_columns([COLUMNS, *rows], right=range(2, len(COLUMNS)))
-    ((folder, status),) = runs.items()
-    known = [(name, fact) for name, fact in described[0].items() if fact]
-    return "\n".join([format_columns(known), *log_end(folder, status)])
-
-
-def log_end(folder: Path, status: Status) -> list[str]:
-    """Return the last lines that the rank at fault of a failed run logged since its start, or if it
-    logged none, any rank, under the name of their file."""
-    # LAUNCH/RUN/attempt_K/LOCAL_RANK/{stdout,stderr}.log; the launcher's own is torchrun.log.
-    logs = list((folder / "logs").glob("*/*/attempt_*/*/std*.log"))
-    found = {path: path.stat() for path in logs if path.is_file()}
-    since = status.started - SKEW_SECONDS
-    written = [path for path, stat in found.items() if stat.st_size and stat.st_mtime > since]
-    own = [path for path in written if path.parent.name == str(status.rank)] or written
-    if status.state != "failed" or not own:
-        return []
-    last = max(own, key=lambda path: found[path].st_mtime)
-    with last.open("rb") as file:
-        file.seek(max(0, found[last].st_size - LOG_BYTES))
-        lines = file.read(LOG_BYTES).decode(errors="replace").splitlines()
-    return [f"{last}:", *(f"  {line}" for line in lines[-LOG_LINES:])]
+    return format_columns([(name, fact) for name, fact in described[0].items() if fact])
 
 
 def _text(value: float | None, form: str) -> str:
