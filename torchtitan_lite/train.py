@@ -165,15 +165,10 @@ def run_entries(config: Config) -> list[str]:
 
 
 def finish(trainer: Trainer, *, stopped_by: str | None) -> None:
-    """Log the summary, and write the outcome into status.json.
-
-    Raises the error of the last save if that failed. Collective.
-    """
+    """Log the summary, and write the outcome into status.json. Collective."""
     folder, step = trainer.run_folder, trainer.step
     if folder is not None:
         log_outcome(trainer, stopped_by=stopped_by)
-    if trainer.checkpointer.last_failure is not None:
-        raise trainer.checkpointer.last_failure
     if stopped_by is None and trainer.config.checkpoint.last_save_in_hf:
         trainer.watchdog.at(step, "export")
         on_rank0(lambda: export_last(trainer), group=trainer.checkpointer.group)

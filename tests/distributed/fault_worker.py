@@ -42,11 +42,9 @@ from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.catalog import flavors
 from torchtitan_lite.checkpoint import checkpointer, folders
 from torchtitan_lite.checkpoint.resume import Resume
-from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.config import CommConfig
 from torchtitan_lite.data.dataloader import Batch
 from torchtitan_lite.metrics.processor import StepValues
-from torchtitan_lite.models.llama3 import FeedForward
 from torchtitan_lite.parallel import tensor_parallel
 from torchtitan_lite.parallel.microbatches import ModelLoss
 from torchtitan_lite.training import build, trainer
@@ -116,9 +114,8 @@ def spoil_gradients() -> None:
 
 
 def limit_files(size: int) -> None:
-    """Let writes past `size` bytes of a file fail, as on a full disk; -1: none."""
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size == -1 else size, hard))
+    """Let writes past `size` bytes of a file fail, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
 def fill_disk(folder: str) -> None:
@@ -139,16 +136,6 @@ def cut_off(path: str) -> None:
 
 def touch(path: str) -> None:
     Path(path).touch()
-
-
-def drop_out() -> None:
-    """Let every feed-forward layer use torch's default generator."""
-    forward = FeedForward.forward
-    FeedForward.forward = lambda self, x: torch.dropout(forward(self, x), 0.1, True)
-
-
-def seed_by_rank() -> None:
-    torch.manual_seed(RANK)
 
 
 def gather_in_high_precision() -> None:
@@ -244,7 +231,7 @@ class FaultyCheckpointer(checkpointer.Checkpointer):
         super().load(resume)
         if self.saves_what_is_loaded:
             folder, self.folder = self.folder, self.folder.parent / "loaded"
-            self.save(resume.progress, random_state(self._device), last=False)
+            self.save(resume.progress, last=False)
             self.wait()
             self.folder = folder
 

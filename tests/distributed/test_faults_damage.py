@@ -1,6 +1,7 @@
 """Checkpoints that are not as they were written, or not of this run: none is loaded, none is
 overwritten, and of those before them nothing is lost."""
 
+import hashlib
 import os
 import pickle
 import re
@@ -28,7 +29,7 @@ from launching import FOLDER
 from matrix import STEPS
 
 from torchtitan_lite.base.errors import CheckpointError
-from torchtitan_lite.checkpoint.manifest import hash_file, read_manifest, write_manifest
+from torchtitan_lite.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 from torchtitan_lite.checkpoint.reading import verify_checkpoint
 from torchtitan_lite.checkpoint.resume import find_resume
 from torchtitan_lite.config import CheckpointConfig
@@ -154,7 +155,8 @@ def test_a_table_of_tensors_that_would_run_code_is_refused(folder: Path, tmp_pat
     table = pickle.dumps(Evil(marker))
     (path / ".metadata").write_bytes(table)
     manifest = read_manifest(path)
-    files = manifest.files | {".metadata": hash_file(path / ".metadata")}
+    entry = FileEntry(len(table), hashlib.sha256(table).hexdigest())
+    files = manifest.files | {".metadata": entry}
     write_manifest(path, replace(manifest, files=files))
     output = finish(folder, f"{STEPS}=6")
     assert not marker.exists()

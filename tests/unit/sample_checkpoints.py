@@ -13,13 +13,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
+from torchtitan_lite.base.files import hash_file
 from torchtitan_lite.checkpoint.folders import step_folder
 from torchtitan_lite.checkpoint.manifest import (
     MANIFEST,
     CheckpointManifest,
+    FileEntry,
     TensorEntry,
     TrainingProgress,
-    hash_file,
     read_manifest,
     write_manifest,
 )
@@ -49,6 +50,11 @@ def save(path: Path, state: dict[str, Any]) -> None:
         dcp.save(state, storage_writer=FileSystemWriter(path), no_dist=True)
 
 
+def file_entry(path: Path) -> FileEntry:
+    """What a manifest says of a file."""
+    return FileEntry(path.stat().st_size, hash_file(path))
+
+
 def add_manifest(path: Path, tensors: dict[str, Tensor], step: int, **fields: Any) -> None:
     """Write the manifest of a saved folder."""
     files = (file for file in sorted(path.iterdir()) if file.name != MANIFEST)
@@ -59,7 +65,7 @@ def add_manifest(path: Path, tensors: dict[str, Tensor], step: int, **fields: An
         "versions": {"torch": torch.__version__},
         "model": {"dim": 4, "rope_scaling": None},
         "config": CONFIG,
-        "files": {file.name: hash_file(file) for file in files},
+        "files": {file.name: file_entry(file) for file in files},
         "tensors": {
             name: TensorEntry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in tensors.items()
@@ -75,7 +81,6 @@ def write_checkpoint(
     path = step_folder(folder, step)
     tensors = small_tensors(step) if tensors is None else tensors
     save(path, dict(tensors))
-    (path / "rank-00000.json").write_text('{"python": 0}')
     add_manifest(path, tensors, step, **fields)
     return path
 
@@ -103,7 +108,7 @@ def edit_manifest(path: Path, **fields: Any) -> None:
 
 def renew_manifest(path: Path) -> None:
     """Make the manifest agree with files that a test changed."""
-    edit_manifest(path, files={name: hash_file(path / name) for name in read_manifest(path).files})
+    edit_manifest(path, files={name: file_entry(path / name) for name in read_manifest(path).files})
 
 
 def edit_table(path: Path, edit: Callable[[Any], object]) -> None:

@@ -18,7 +18,7 @@ def run(tmp_path_factory):
     for step in (10, 20, 30):
         write_checkpoint(folder / "checkpoint", step)
     flip_bit(folder / "checkpoint/step-00000020/__0_0.distcp")
-    (folder / "checkpoint/step-00000030/rank-00000.json").unlink()
+    (folder / "checkpoint/step-00000030/.metadata").unlink()
     return folder
 
 
@@ -40,7 +40,7 @@ def test_ls(run, checkpoint):
     code, printed = checkpoint("ls", run)
     lines = printed.splitlines()
     assert (code, [line.split()[0] for line in lines]) == (0, ["step", "10", "20", "30"])
-    assert "broken: rank-00000.json: No such file" in lines[3]
+    assert "broken: .metadata: No such file" in lines[3]
 
 
 def test_ls_does_not_import_torch(run):
@@ -63,7 +63,7 @@ def test_ls_names_what_is_missing(checkpoint):
 def test_verify(run, checkpoint):
     first, second, third = (run / "checkpoint" / f"step-000000{step}" for step in (10, 20, 30))
     changed = "__0_0.distcp: its contents have changed"
-    missing = "rank-00000.json: No such file or directory"
+    missing = ".metadata: No such file or directory"
     whole = f"{first}: every byte is as written\n{second}: {changed}\n{third}: {missing}\n"
     assert checkpoint("verify", run) == (4, whole)
     quick = f"{first}: sizes are as written\n{second}: sizes are as written\n"

@@ -15,10 +15,10 @@ from sample_checkpoints import flip_bit
 from sample_hostile import edits
 
 from torchtitan_lite.base.errors import CheckpointError, StorageError
+from torchtitan_lite.base.files import hash_file
 from torchtitan_lite.base.jsonfile import hash_fields
 from torchtitan_lite.checkpoint import manifest
 from torchtitan_lite.checkpoint.manifest import (
-    BLOCK_BYTES,
     MANIFEST,
     NEW_RUN,
     BrokenCheckpoint,
@@ -27,7 +27,6 @@ from torchtitan_lite.checkpoint.manifest import (
     TensorEntry,
     TrainingProgress,
     broken_files,
-    hash_file,
     installed_versions,
     read_manifest,
     write_manifest,
@@ -167,14 +166,7 @@ def test_any_value_in_a_manifest_is_read_or_refused(tmp_path_factory, fields):
     assert format_checkpoints([folder])
 
 
-# ----- hash_file, broken_files -----
-
-
-@pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 1])
-def test_a_hash_is_of_the_whole_file(tmp_path, size):
-    content = (bytes(range(251)) * (size // 251 + 1))[:size]
-    (tmp_path / "x").write_bytes(content)
-    assert hash_file(tmp_path / "x") == FileEntry(size, hashlib.sha256(content).hexdigest())
+# ----- broken_files -----
 
 
 def test_damage_that_changes_sizes(folder):

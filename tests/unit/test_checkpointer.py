@@ -1,11 +1,7 @@
 """Saves and resumes of a small model by one process; real processes test those of several."""
 
 import errno
-import json
-import random
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,7 +14,6 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from torchtitan_lite.base.errors import CheckpointError, NumericError, StorageError
 from torchtitan_lite.catalog.flavors import ModelArgs
-from torchtitan_lite.checkpoint import checkpointer as module
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint import state as states
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
@@ -44,9 +39,9 @@ class Run:
 
     def __init__(self, folder: Path, *, width: int = 4, **checkpoint: Any) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(width, width), nn.Dropout(), nn.Linear(width, 1))
+        self.model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.folder, self.step = folder, 0
+        self.folder, self.width, self.step = folder, width, 0
         settings = CheckpointConfig(**{"enable": True, "interval": 2, **checkpoint})
         same: dict[str, Any] = {"mesh": {"dp_shard": 1}, "config": "[training]\nsteps = 4\n"}
         manifest = CheckpointManifest(world_size=1, model={"dim": width}, **same)
@@ -58,7 +53,8 @@ class Run:
     def train(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
-            loss = self.model(torch.randn(8, self.model[0].in_features)).square().mean()
+            inputs = torch.arange(8.0 * self.width).reshape(8, self.width) + self.step
+            loss = self.model(inputs / 100).square().mean()
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -70,7 +66,7 @@ class Run:
         """Save, and return the checkpoint's path."""
         samples = {"samples": 8 * self.step, "tokens": 64 * self.step}
         progress = TrainingProgress(self.step, **samples, data={"seed": 0})
-        self.checkpointer.save(progress, states.random_state(CPU), last=last)
+        self.checkpointer.save(progress, last=last)
         if wait:
             self.checkpointer.wait()
         return step_folder(self.folder, self.step)
@@ -97,7 +93,7 @@ def resumed_step(folder: Path, **settings: Any) -> int | None:
 
 
 def verified(path: Path) -> Resume:
-    return Resume(path, verify(path, hashes=True))
+    return Resume(path, verify(path))
 
 
 # ----- Checkpointer: save, load -----
@@ -111,11 +107,10 @@ def test_a_resumed_run_continues_bit_by_bit(async_mode, tmp_path):
     first.checkpointer.wait()
 
     second = Run(tmp_path)
-    torch.manual_seed(1)
-    random.seed(1)
     found = find(tmp_path)
     assert found is not None and found.progress == PROGRESS
     second.checkpointer.load(found)
+    second.step = 2
     assert second.train(3) == later
     assert differing(first.state(), second.state()) == []
     assert first.checkpointer.last_saved == second.checkpointer.last_saved == path
@@ -124,34 +119,20 @@ def test_a_resumed_run_continues_bit_by_bit(async_mode, tmp_path):
 def test_save_writes_a_manifest(tmp_path):
     run = Run(tmp_path)
     manifest = SafeReader(run.train_and_save(2)).manifest
-    assert set(manifest.files) == {".metadata", "__0_0.distcp", "rank-00000.json"}
+    assert set(manifest.files) == {".metadata", "__0_0.distcp"}
     assert manifest.tensors == states.entries(run.state())
     assert (manifest.world_size, manifest.mesh, manifest.model) == (1, {"dp_shard": 1}, {"dim": 4})
     assert (manifest.progress, manifest.config) == (PROGRESS, "[training]\nsteps = 4\n")
     assert manifest.versions.keys() == {"torchtitan_lite", "torch", "torchao", "python"}
 
 
-@pytest.mark.parametrize(("rank", "saved_ranks", "loaded"), [(0, 2, 0), (1, 2, 1), (6, 4, 2)])
-def test_load_gives_each_rank_its_random_state(rank, saved_ranks, loaded, tmp_path, monkeypatch):
-    run, load = Run(tmp_path), Mock(return_value=None)
-    found = verified(run.train_and_save(2))
-    monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: rank))
-    monkeypatch.setattr(states, "load_random_state", load)
-    run.checkpointer.load(replace(found, manifest=replace(found.manifest, world_size=saved_ranks)))
-    load.assert_called_once_with(found.path / f"rank-0000{loaded}.json", device=CPU)
-
-
-def test_load_refuses_another_model_and_a_random_state_of_another_kind(tmp_path):
-    path = Run(tmp_path).train_and_save(2)
-    found, other = verified(path), Run(tmp_path, width=6)
+def test_load_refuses_another_model(tmp_path):
+    found, other = verified(Run(tmp_path).train_and_save(2)), Run(tmp_path, width=6)
     before = other.state()
     message = r"9 tensors differ: model\.0\.weight: float32 \[4, 4\] -> float32 \[6, 6\]"
     with pytest.raises(CheckpointError, match=message):
         other.checkpointer.load(found)
     assert differing(other.state(), before) == []
-    (path / "rank-00000.json").write_text(json.dumps({"python": "os.system"}))
-    with pytest.raises(CheckpointError, match=r"step-00000002 is broken: rank-00000\.json: "):
-        Run(tmp_path).checkpointer.load(found)
 
 
 def test_load_sets_later_checkpoints_aside(tmp_path):
@@ -196,9 +177,9 @@ def test_loaded_weights_are_converted_and_refused_if_not_finite(tmp_path):
     run.checkpointer.load_weights(write_checkpoint(tmp_path, 5, thirds), ModelArgs())
     for weight in run.model.parameters():
         assert (weight == 0.333984375).all() and weight.dtype == torch.float32
-    weights["model.2.weight"] = torch.tensor([[1.0, torch.nan, -torch.inf, 2.0]])
+    weights["model.1.weight"] = torch.tensor([[1.0, torch.nan, -torch.inf, 2.0]])
     path = write_checkpoint(tmp_path, 6, weights)
-    refuses_weights(run, path, r"step-00000006 .*: model\.2\.weight has 2 values ")
+    refuses_weights(run, path, r"step-00000006 .*: model\.1\.weight has 2 values ")
 
 
 # ----- last_save_model_only, export_dtype -----
@@ -227,7 +208,7 @@ def test_the_last_save_of_a_run_may_have_weights_alone(export_dtype, tmp_path):
 def test_weights_beyond_the_range_of_export_dtype_are_saved_in_float32(tmp_path, notices):
     run = Run(tmp_path, last_save_model_only=True, export_dtype="float16")
     with torch.no_grad():
-        run.model[2].weight[0, 1] = 1e5
+        run.model[1].weight[0, 1] = 1e5
     weights = SafeReader(run.save(last=True)).read_whole()
     assert 'export_dtype = "float16" cannot hold all weights' in notices.text
     assert differing(weights, states.model_state(run.model)) == []
@@ -269,21 +250,16 @@ def test_find_resume_logs_a_broken_checkpoint_and_takes_the_one_before(tmp_path,
     flip_bit(path / "__0_0.distcp")
     assert resumed_step(tmp_path) == 2
     assert "step-00000004 is broken: __0_0.distcp: its contents have changed" in notices.text
-    assert resumed_step(tmp_path, verify_hashes=False) == 4  # its size is right
     message = r"load_step = 4: .*step-00000004 is broken: .*contents.* steps 2, 4: name"
     with pytest.raises(CheckpointError, match=message):
         resumed_step(tmp_path, load_step=4)
-    for name in (".metadata", "rank-00000.json"):  # small files are read in any case
-        flip_bit(path / name, -1)
-        assert resumed_step(tmp_path, verify_hashes=False) == 2
-        flip_bit(path / name, -1)
     (path / "manifest.json").unlink()
     assert resumed_step(tmp_path) == 2
     assert "step-00000004 is broken: manifest.json: No such file" in notices.text
 
     # No new run starts beside broken checkpoints.
-    (step_folder(tmp_path, 2) / "rank-00000.json").unlink()
-    message = r"rank-00000.json: No such file.* No checkpoint .* verifies.*load_step = 0 for"
+    (step_folder(tmp_path, 2) / ".metadata").unlink()
+    message = r"\.metadata: No such file.* No checkpoint .* verifies.*load_step = 0 for"
     with pytest.raises(CheckpointError, match=message):
         resumed_step(tmp_path)
 
@@ -316,10 +292,10 @@ def test_initial_load_model_only_false_continues_another_run(tmp_path):
     assert found is not None and (found.path, found.progress.step) == (path, 2)
     second.checkpointer.load(found)
     assert second.checkpointer.last_saved is None
+    second.step = 2
     assert second.train(3) == later
 
     # Once it has saved, it resumes from its own.
-    second.step = 5
     second.save()
     assert resumed_step(tmp_path / "b", **settings) == 5
     assert resumed_step(tmp_path / "b", load_step=0, **settings) == 2
@@ -364,7 +340,7 @@ def test_keep_latest_k(tmp_path, monkeypatch, notices):
     assert resumed_step(tmp_path) == 5
 
 
-# ----- Checkpointer: save that fails, on_failure -----
+# ----- Checkpointer: save that fails -----
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,21 +356,8 @@ def test_a_failed_save_stops_the_run_and_leaves_earlier_ones(async_mode, tmp_pat
     message = r"\.tmp-step-00000004 cannot be written: .*No space left.*GiB are free there"
     with pytest.raises(StorageError, match=message):
         run.train_and_save(4)
-    assert run.checkpointer.last_failure is not None
     assert list(tmp_path.iterdir()) == [path]
     assert resumed_step(tmp_path) == 2
-
-
-@BOTH_MODES
-def test_on_failure_warn(async_mode, tmp_path, monkeypatch, notices):
-    run = Run(tmp_path, async_mode=async_mode, on_failure="warn")
-    with monkeypatch.context() as patch:
-        fill_disk(patch)
-        run.train_and_save(2)
-    assert "No space left" in notices.text and 'on_failure = "warn"' in notices.text
-    assert run.checkpointer.last_failure is not None and run.checkpointer.last_saved is None
-    path = run.save()
-    assert run.checkpointer.last_failure is None and run.checkpointer.last_saved == path
 
 
 def test_failure_of_a_save_in_the_background(tmp_path, monkeypatch):
@@ -409,9 +372,7 @@ def test_failure_of_a_save_in_the_background(tmp_path, monkeypatch):
     run.checkpointer.wait()
 
 
-@pytest.mark.parametrize(
-    "name", ["write_manifest", "replace_file", "hash_file", "folders.fsync_folder"]
-)
+@pytest.mark.parametrize("name", ["write_manifest", "hash_file", "folders.fsync_folder"])
 def test_a_disk_that_fails_later_leaves_no_trace(name, tmp_path, monkeypatch):
     error = OSError(errno.EIO, "Input/output error")
     path = f"torchtitan_lite.checkpoint.checkpointer.{name}"
@@ -423,10 +384,10 @@ def test_a_disk_that_fails_later_leaves_no_trace(name, tmp_path, monkeypatch):
 
 @BOTH_MODES
 def test_weights_that_are_not_finite_are_not_saved(async_mode, tmp_path):
-    run = Run(tmp_path, async_mode=async_mode, on_failure="warn")
+    run = Run(tmp_path, async_mode=async_mode)
     with torch.no_grad():
-        run.model[2].weight[0, 1] = torch.nan
-    with pytest.raises(NumericError, match=r"model\.2\.weight is no longer finite after step 0, "):
+        run.model[1].weight[0, 1] = torch.nan
+    with pytest.raises(NumericError, match=r"model\.1\.weight is no longer finite after step 0, "):
         run.save()
     assert list(tmp_path.iterdir()) == []
 

@@ -1,6 +1,7 @@
 """Files that are old or new, and whole."""
 
 import errno
+import hashlib
 import os
 import re
 import resource
@@ -10,8 +11,10 @@ import pytest
 
 import torchtitan_lite
 from torchtitan_lite.base.files import (
+    READ_BYTES,
     allow_open_files,
     fsync_folder,
+    hash_file,
     hash_sources,
     own_sources,
     remove_folder,
@@ -75,6 +78,13 @@ def test_fsync_folder_refuses_a_file(old):
     fsync_folder(old.parent)
     with pytest.raises(NotADirectoryError):
         fsync_folder(old)
+
+
+@pytest.mark.parametrize("size", [0, 1, READ_BYTES - 1, READ_BYTES, 2 * READ_BYTES + 1])
+def test_hash_file_reads_the_whole_file(tmp_path, size):
+    content = (bytes(range(251)) * (size // 251 + 1))[:size]
+    (tmp_path / "x").write_bytes(content)
+    assert hash_file(tmp_path / "x") == hashlib.sha256(content).hexdigest()
 
 
 def test_own_sources_are_those_of_the_whole_package():

@@ -283,8 +283,8 @@ def test_a_kill_while_pruning_leaves_whole_checkpoints_or_none(folders_of_kills)
         folders.remove_drafts(folder)
         prune(folder, 2)
         assert names(folder) == ["step-00000030", "step-00000040"]
-    # Two checkpoints: a rename, four files and the folder each.
-    assert len(found) == 1 + 12 and found[-1] == [30, 40]
+    # Two checkpoints: a rename, three files and the folder each.
+    assert len(found) == 1 + 10 and found[-1] == [30, 40]
 
 
 def test_later_steps_are_set_aside(folder, notices):
@@ -344,7 +344,6 @@ def test_a_disk_that_fails_raises_a_storage_error(folder, monkeypatch, action):
     ("files", "kind"),
     [
         ("config.json .metadata manifest.json", "torchtitan_lite"),
-        (".metadata rank-00000.json", "torchtitan_lite"),  # without its manifest, it is broken
         ("config.json .metadata", "torchtitan"),
         ("config.json", "Hugging Face"),
         ("model-00001-of-00002.safetensors", "Hugging Face"),
@@ -354,6 +353,14 @@ def test_a_folder_has_the_kind_of_its_files(tmp_path, files, kind):
     for name in files.split():
         (tmp_path / name).touch()
     assert folders.find_kind(tmp_path) == kind
+
+
+def test_a_checkpoint_without_its_manifest_is_not_torchtitans(folder):
+    (step_folder(folder, 10) / MANIFEST).unlink()
+    assert folders.find_kind(step_folder(folder, 10)) == "torchtitan_lite"
+    (folder / "step-100").mkdir()
+    (folder / "step-100/.metadata").touch()
+    assert folders.find_kind(folder / "step-100") == "torchtitan"
 
 
 def test_a_folder_without_weights_is_refused_with_what_is_there(folder, tmp_path):

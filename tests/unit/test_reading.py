@@ -350,7 +350,7 @@ def test_flipped_bits_in_a_table_end_in_a_message_or_in_tensors(checkpoint, litt
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-@pytest.mark.parametrize("name", ["manifest.json", ".metadata", SHARD, "rank-00000.json"])
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata", SHARD])
 def test_only_regular_files_are_read(checkpoint, little_memory, name, make):
     files = reading.read_manifest(checkpoint).files
     if name in files:

@@ -1,6 +1,5 @@
-"""A run's state by name, without torchao's wrapper, and the random generators' state."""
+"""A run's state by name, without torchao's wrapper."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -16,18 +15,14 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from torchtitan_lite.base.errors import NumericError
 from torchtitan_lite.catalog.flavors import ModelArgs
-from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint, TensorEntry
+from torchtitan_lite.checkpoint.manifest import TensorEntry
 from torchtitan_lite.checkpoint.state import (
     check_finite,
     entries,
-    load_random_state,
     model_state,
-    random_state,
     training_state,
 )
 from torchtitan_lite.models.llama3 import Transformer
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -114,26 +109,3 @@ def test_a_value_that_is_not_finite_is_found(bad):
     state["b"][1, 2] = bad
     with pytest.raises(NumericError, match=r"^b is no longer finite after step 3, .* not saved"):
         check_finite(state, step=3)
-
-
-# ----- random_state, load_random_state -----
-
-
-def test_random_generators_continue_where_they_were(tmp_path):
-    def draw():
-        return torch.rand(3).tolist()
-
-    path = tmp_path / "rank-00000.json"
-    path.write_text(json.dumps(random_state(CPU)))
-    drawn = draw()
-    assert draw() != drawn
-    load_random_state(path, device=CPU)
-    assert draw() == drawn
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"torch": 3}', '{"torch": "AAAA"}'])
-def test_a_random_state_of_another_kind_is_broken(text, tmp_path):
-    path = tmp_path / "rank-00000.json"
-    path.write_text(text)
-    with pytest.raises(BrokenCheckpoint, match=r"rank-00000\.json: \w+Error: "):
-        load_random_state(path, device=CPU)

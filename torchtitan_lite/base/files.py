@@ -19,6 +19,8 @@ ABSENT = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 """Error numbers of flock on a file system without locks, as some mounts of Lustre and NFS are."""
 
+READ_BYTES = 1 << 20
+
 
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write `content` to a file atomically and durably.
@@ -36,6 +38,15 @@ def replace_file(path: Path, content: str | bytes) -> None:
         draft.unlink(missing_ok=True)
         raise
     fsync_folder(path.parent)
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of the contents of a file, read in blocks, in hex. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def remove_folder(path: Path) -> None:

@@ -1,13 +1,11 @@
 """Save and resume with torch.distributed.checkpoint (DCP).
 
-A save writes into a draft folder: the tensors and DCP's table, each rank's random state, and then
-the manifest, with the size and hash of each file. Then the draft is renamed to its step. With
+A save writes into a draft folder: the tensors and DCP's table, and then the manifest, with the
+size and hash of each file. Then the draft is renamed to its step. With
 async_mode this happens on a thread, in a process group of its own, from a copy in CPU memory.
 """
 
-import json
 import shutil
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +23,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import CheckpointError, RunError, StorageError
-from torchtitan_lite.base.files import replace_file
+from torchtitan_lite.base.files import hash_file
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.catalog.run_files import SAVE_REQUEST
@@ -40,7 +38,6 @@ from .manifest import (
     FileEntry,
     TrainingProgress,
     broken_files,
-    hash_file,
     write_manifest,
 )
 from .matching import check_model, check_tensors
@@ -48,12 +45,9 @@ from .reading import METADATA, SafeReader, first_failure, open_on_all_ranks
 from .resume import Resume, new_disk_group, verify
 from .torchtitan_folder import load_torchtitan
 
-RANDOM_FILE = "rank-{:05d}.json"
-"""Name of the file with a rank's random state."""
-
 
 class Checkpointer:
-    """Saves and loads model, optimizer, progress and random states in `folder`.
+    """Saves and loads model, optimizer and progress in `folder`.
 
     `load`, `load_weights` and `save` are collective."""
 
@@ -77,8 +71,6 @@ class Checkpointer:
         """Whether the run saves checkpoints."""
         self.last_saved: Path | None = None
         """The last checkpoint that is known to be complete."""
-        self.last_failure: RunError | None = None
-        """Why the last save failed; None if it did not."""
         self.group: dist.ProcessGroup | None = None
         """All ranks, on CPU, for checkpoints alone; None if they are off."""
         self._saving: Future[Path] | None = None
@@ -99,8 +91,8 @@ class Checkpointer:
             self._stager = BlockingAsyncStager(cache_staged_state_dict=pinned)
 
     def load(self, resume: Resume) -> None:
-        """Load a checkpoint into model, optimizer and random generators. If it is in the run's own
-        folder, set later ones aside. Raises CheckpointError if it is of another model."""
+        """Load a checkpoint into model and optimizer. If it is in the run's own folder, set later
+        ones aside. Raises CheckpointError if it is of another model."""
         path, manifest = resume.path, resume.manifest
         saved, state = manifest.tensors, states.model_state(self._model)
         if resume.new_moments:
@@ -110,11 +102,6 @@ class Checkpointer:
         if not manifest.has_weights_only:  # they may have another data type, export_dtype
             check_tensors(saved, states.stage_entries(state, stages=self._stages), path=path)
         self._read(path, state)
-
-        # With more ranks than the saved run had, some ranks share a random state.
-        random_file = path / RANDOM_FILE.format(dist.get_rank() % manifest.world_size)
-        with folders.naming(path):
-            on_all_ranks(lambda: states.load_random_state(random_file, device=self._device))
 
         if path.parent == self.folder:
             self.last_saved = path
@@ -140,7 +127,7 @@ class Checkpointer:
         elif kind == "Hugging Face":
             load_hf(path, state, args, group=self.group)
         else:
-            manifest = verify(path, hashes=self._settings.verify_hashes)
+            manifest = verify(path)
             check_model(manifest.model, self._manifest.model, path=path)
             self._read(path, state)
 
@@ -171,12 +158,12 @@ class Checkpointer:
         logger.info(f"{request} asks for a save{why}")
         return self.saves
 
-    def save(self, progress: TrainingProgress, random_state: dict[str, Any], *, last: bool) -> None:
+    def save(self, progress: TrainingProgress, *, last: bool) -> None:
         """Save the state after a step. With async_mode, wait for the previous save and start this
         one. With last_save_model_only, the `last` save has only weights, in export_dtype.
 
-        A failed save raises StorageError or, with on_failure = "warn", is logged and kept in
-        `last_failure`. Raises NumericError, and saves nothing, if the state is not finite."""
+        Raises StorageError if this or the previous save fails; NumericError, and saves nothing, if
+        the state is not finite."""
         self.wait()
         if weights_only := last and self._settings.last_save_model_only:
             state = self._exported_weights()
@@ -185,10 +172,10 @@ class Checkpointer:
         tensors = states.stage_entries(state, stages=self._stages)
         manifest = replace(self._manifest, progress=progress, tensors=tensors)
         if self._thread is None or weights_only:  # nothing is trained beside the last save
-            self._finish(lambda: self._write(state, manifest, random_state))
+            self.last_saved = self._write(state, manifest)
         else:
             copy = self._stager.stage(state)
-            self._saving = self._thread.submit(self._write, copy, manifest, random_state)
+            self._saving = self._thread.submit(self._write, copy, manifest)
 
     def _exported_weights(self) -> dict[str, Tensor]:
         """Return the weights in export_dtype, or unchanged if a value is out of its range."""
@@ -203,11 +190,11 @@ class Checkpointer:
         """Wait for a save in the background. Raises as `save` does."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            self._finish(saving.result)
+            self.last_saved = saving.result()
 
     def failure(self) -> RunError | None:
-        """Return the error of a save that has ended in the background on this rank, if it stops the
-        run. Not collective, does not wait."""
+        """Return the error of a save that has failed in the background on this rank. Not
+        collective, does not wait."""
         if self._saving is not None and self._saving.done():
             try:
                 self.wait()
@@ -215,19 +202,7 @@ class Checkpointer:
                 return error
         return None
 
-    def _finish(self, result: Callable[[], Path]) -> None:
-        """Record the result of a save."""
-        try:
-            self.last_saved, self.last_failure = result(), None
-        except StorageError as error:
-            self.last_failure = error
-            if self._settings.on_failure == "stop":
-                raise
-            logger.warning(f'{error} Training goes on, as [checkpoint] on_failure = "warn".')
-
-    def _write(
-        self, state: dict[str, Tensor], manifest: CheckpointManifest, random_state: dict[str, Any]
-    ) -> Path:
+    def _write(self, state: dict[str, Tensor], manifest: CheckpointManifest) -> Path:
         """Write a checkpoint and return its path. What a failed save has written is deleted."""
         group, step = self.group, manifest.progress.step
         on_all_ranks(lambda: states.check_finite(state, step=step), group=group)
@@ -236,7 +211,7 @@ class Checkpointer:
         try:
             # A copy is on the CPU already; copying ahead would wait for the training's stream.
             write_tensors(state, draft, group=group, copy_ahead=self._thread is None)
-            hashed = on_all_ranks(lambda: self._hash_files(draft, random_state), group=group)
+            hashed = on_all_ranks(lambda: self._hash_files(draft), group=group)
             files = {name: entry for of_rank in hashed for name, entry in of_rank.items()}
             complete = replace(manifest, files=files)
             on_rank0(lambda: self._commit(draft, target, complete), group=group)
@@ -248,16 +223,14 @@ class Checkpointer:
         logger.info(f"saved {target}")
         return target
 
-    def _hash_files(self, draft: Path, random_state: dict[str, Any]) -> dict[str, FileEntry]:
-        """Write this rank's random state, and return size and hash of this rank's files."""
+    def _hash_files(self, draft: Path) -> dict[str, FileEntry]:
+        """Return size and hash of the files that this rank wrote."""
         rank = dist.get_rank()
+        files = [*draft.glob(f"__{rank}_*")]
+        if rank == 0:
+            files.append(draft / METADATA)
         with folders.storage_errors(draft):
-            random_file = draft / RANDOM_FILE.format(rank)
-            replace_file(random_file, json.dumps(random_state))
-            files = [random_file, *draft.glob(f"__{rank}_*")]
-            if rank == 0:
-                files.append(draft / METADATA)
-            return {file.name: hash_file(file) for file in files}
+            return {file.name: FileEntry(file.stat().st_size, hash_file(file)) for file in files}
 
     def _commit(self, draft: Path, target: Path, manifest: CheckpointManifest) -> None:
         """Complete and rename the draft, then delete checkpoints that are too old; on rank 0."""

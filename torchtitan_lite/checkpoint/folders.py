@@ -246,8 +246,9 @@ def find_kind(path: Path) -> str:
         held = sorted(str(metadata.parent) for metadata in inside) or names
         reason = f"holds {', '.join(held[-8:]) or 'nothing'}"
 
-    # One of this project that has lost its manifest is broken, and not of torchtitan.
-    if any(name == MANIFEST or name.startswith("rank-") for name in names):
+    # One of this project that has lost its manifest is broken, and not of torchtitan, which does
+    # not fill the step with zeros.
+    if MANIFEST in names or STEP.search(path.resolve().name):
         return "torchtitan_lite"
     if ".metadata" in names:
         return "torchtitan"

@@ -3,7 +3,6 @@
 It is written last: a folder without one is not a checkpoint. Does not import torch.
 """
 
-import hashlib
 import platform
 import re
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter
 
 from torchtitan_lite.base.errors import CheckpointError, StorageError
-from torchtitan_lite.base.files import ABSENT, storage_fix
+from torchtitan_lite.base.files import ABSENT, hash_file, storage_fix
 from torchtitan_lite.base.jsonfile import (
     STRICT,
     Count,
@@ -34,8 +33,8 @@ STEP = re.compile(r"step-(\d{8})")
 TENSORS_SUFFIX = ".distcp"
 """Suffix of the large files, which contain the tensors."""
 SAVED_FILES = rf"\.metadata|__\d+_\d+\{TENSORS_SUFFIX}|rank-\d{{5}}\.json"
-"""Names of the other files: DCP's table of tensors, the tensors, each rank's random state."""
-BLOCK_BYTES = 1 << 20
+"""Names of the other files: DCP's table of tensors, the tensors, and of 0.3 and earlier
+the state of random generators, which nothing reads."""
 
 Size = Annotated[Count, Field(ge=1)]
 FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
@@ -71,8 +70,6 @@ class TrainingProgress:
     """Running mean of the losses in nats; None until there is one."""
     schedule_start: Literal[0] = 0
     """Earlier versions could begin the learning rate's schedule at a later step."""
-    last_step: Count | None = None
-    """Not read any more: what earlier versions wrote."""
 
     def held_out(self, store: int) -> int:
         """Return how many windows of a store, numbered from 1, are held out for validation."""
@@ -169,16 +166,6 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     return manifest
 
 
-def hash_file(path: Path) -> FileEntry:
-    """Return the size and the hash of a file, read in blocks. Raises OSError."""
-    digest, size, block = hashlib.sha256(), 0, memoryview(bytearray(BLOCK_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
-            size += count
-    return FileEntry(size, digest.hexdigest())
-
-
 def broken_files(
     folder: Path, files: Mapping[str, FileEntry], *, hashes: bool, share: tuple[int, int] = (0, 1)
 ) -> list[str]:
@@ -195,7 +182,7 @@ def broken_files(
         try:
             if (size := regular_size(path)) != entry.size:
                 problems.append(f"{name} has {size} bytes, not {entry.size}")
-            elif reads_it and hash_file(path) != entry:
+            elif reads_it and hash_file(path) != entry.sha256:
                 problems.append(f"{name}: its contents have changed")
         except ValueError as error:
             problems.append(f"{name} {error}")

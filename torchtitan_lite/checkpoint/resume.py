@@ -64,7 +64,7 @@ def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
 
     path = Path(checkpoint.initial_load_path)
     kind = on_rank0(lambda: folders.find_kind(path))
-    manifest = verify(path, hashes=checkpoint.verify_hashes) if kind == "torchtitan_lite" else None
+    manifest = verify(path) if kind == "torchtitan_lite" else None
     if manifest is None or manifest.has_weights_only:
         raise CheckpointError(
             f"[checkpoint] initial_load_model_only = false: {path}, of {kind}, has nothing but "
@@ -88,7 +88,7 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
     for step in reversed(there if checkpoint.load_step == -1 else [checkpoint.load_step]):
         path = folders.step_folder(folder, step)
         try:
-            manifest = verify(path, hashes=checkpoint.verify_hashes)
+            manifest = verify(path)
         except BrokenCheckpoint as broken:
             reason = str(broken)
             logger.info(reason)
@@ -122,16 +122,16 @@ def new_disk_group() -> dist.ProcessGroup:
     return dist.new_group(backend=backend, timeout=DISK_TIMEOUT)
 
 
-def verify(path: Path, *, hashes: bool) -> CheckpointManifest:
-    """Return the manifest of the checkpoint at `path` after `broken_files` has compared the files
-    with it; each rank reads a share. Collective. Raises BrokenCheckpoint with the path."""
+def verify(path: Path) -> CheckpointManifest:
+    """Return the manifest of the checkpoint at `path` after comparing every byte of the files with
+    it; each rank reads a share. Collective. Raises BrokenCheckpoint with the path."""
     group = new_disk_group()
     share = (dist.get_rank(), dist.get_world_size())
     try:
         with folders.naming(path):
             manifest = on_rank0(lambda: SafeReader(path).manifest, group=group)
             found = on_all_ranks(
-                lambda: broken_files(path, manifest.files, hashes=hashes, share=share), group=group
+                lambda: broken_files(path, manifest.files, hashes=True, share=share), group=group
             )
             if problems := sum(found, []):
                 raise BrokenCheckpoint(problems[0])

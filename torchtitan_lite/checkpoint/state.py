@@ -1,11 +1,9 @@
-"""The state of a run as tensors by flat names, and the state of a rank's random generators.
+"""The state of a run as tensors by flat names.
 
 `model.<fqn>` is a parameter; `optimizer.<fqn>.exp_avg`, `.exp_avg_sq` and `.step` are of AdamW.
 """
 
-import base64
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,12 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import NumericError
-from torchtitan_lite.base.files import ABSENT
-from torchtitan_lite.base.jsonfile import read_json_object
 from torchtitan_lite.base.torchao_types import is_gathered_in_float8
 from torchtitan_lite.models.init import all_finite, local_part
 
-from .manifest import BrokenCheckpoint, TensorEntry, unreadable
+from .manifest import TensorEntry
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -108,31 +104,3 @@ def check_finite(state: Mapping[str, Tensor], *, step: int) -> None:
             "from an earlier checkpoint with a lower [optimizer] lr or a longer "
             "[lr_scheduler] warmup_steps."
         )
-
-
-def random_state(device: torch.device) -> dict[str, str]:
-    """Return the state of this rank's random generators. Only torch's are drawn from."""
-    state = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return {key: base64.b64encode(each.numpy().tobytes()).decode() for key, each in state.items()}
-
-
-def load_random_state(path: Path, *, device: torch.device) -> None:
-    """Set this rank's random generators to the state in a file; CUDA's only if the file has it.
-    Raises BrokenCheckpoint for a file of another kind."""
-    try:
-        state = read_json_object(path)
-        torch.set_rng_state(_decode(state["torch"]))
-        if device.type == "cuda" and "cuda" in state:
-            torch.cuda.set_rng_state(_decode(state["cuda"]), device)
-    except ABSENT as error:
-        raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from error
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
-        raise BrokenCheckpoint(f"{path.name}: {type(error).__name__}: {error}") from error
-
-
-def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

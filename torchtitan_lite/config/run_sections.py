@@ -61,10 +61,6 @@ class CheckpointConfig(Section):
     """false: a new run goes on from all that the checkpoint at initial_load_path has."""
     exclude_from_loading: Annotated[tuple[Literal["optimizer"], ...], Strict(False)] = ()
     """["optimizer"]: a run that resumes starts with new moments. Nothing else can be left out."""
-    on_failure: Literal["stop", "warn"] = "stop"
-    """After a failed save: stop, or warn and go on; exit code 7 anyway if the last save failed."""
-    verify_hashes: bool = True
-    """Before loading, compare each file's SHA-256 with the manifest; false: only its size."""
 
 
 class ValidationConfig(Section):

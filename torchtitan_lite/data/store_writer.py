@@ -22,7 +22,13 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_lite.base.errors import DataError, StorageError
-from torchtitan_lite.base.files import fsync_folder, lock_file, remove_folder, usable_cores
+from torchtitan_lite.base.files import (
+    fsync_folder,
+    hash_file,
+    lock_file,
+    remove_folder,
+    usable_cores,
+)
 from torchtitan_lite.base.logger import logger
 
 from .rows import Row
@@ -35,7 +41,6 @@ from .token_store import (
     StoreRecipe,
     TokenStore,
     find_damage,
-    hash_file,
     is_store,
     read_manifest,
     tokens_file,

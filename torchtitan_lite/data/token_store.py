@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import ConfigDict, TypeAdapter
 
 from torchtitan_lite.base.errors import DataError, StorageError
-from torchtitan_lite.base.files import ABSENT, storage_fix
+from torchtitan_lite.base.files import ABSENT, hash_file, storage_fix
 from torchtitan_lite.base.jsonfile import (
     Count,
     read_json_object,
@@ -33,7 +33,6 @@ READ_FORMATS = (2, 3)
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 """Enough for a million shards, or 64 TiB of text."""
-READ_BYTES = 2**23
 CHUNK_TOKENS = 2**20
 HASHED_TOKENS = 2**29
 """The fingerprint hashes the stream in runs of so many ids, wherever shards are cut."""
@@ -157,15 +156,6 @@ def unusable(folder: Path, reason: str) -> DataError:
 def verify_store(folder: Path) -> list[str]:
     """Read a whole store, and list what is wrong with it. Raises DataError for its manifest."""
     return find_damage(folder, read_manifest(folder), read=True)
-
-
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of the contents of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
 
 
 class TokenStore:

@@ -17,7 +17,6 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.lr_schedule import lr_factor
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
-from torchtitan_lite.checkpoint.state import random_state
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.dataloader import PREFETCHED, Batch, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
@@ -102,8 +101,6 @@ class Trainer:
         )
         self.samples = Samples(job, tokenizer, self.model, stages=self.groups.stages, device=device)
 
-        # Keep the random state with which training starts.
-        self.generators = random_state(device)
         ahead = max(PREFETCHED, job.batch.grad_accum_steps)
         self.prefetched = prefetch(self.batches, device=device, ahead=ahead)
 
@@ -166,7 +163,7 @@ class Trainer:
         if isinstance(observer, StepObserver):
             strict = config.debug.deterministic
             observer.report(self.model, self.built.asked, step=step, deterministic=strict)
-        self.step, self.generators = step, random_state(self.device)
+        self.step = step
 
         # Validation and checkpoint. A step's record is on disk before its checkpoint.
         saves = self.checkpointer.due(step, last=last) or self.save_wanted
@@ -285,9 +282,7 @@ class Trainer:
     def validate(self, step: int) -> None:
         """Log the mean loss over the validation windows."""
         assert self.validation_batches is not None, "validation is enabled"
-        on_gpu = [self.device] if self.device.type == "cuda" else []
-        # Validation must not advance the random state of training.
-        with self.metrics.outside_step("validation", step=step), torch.random.fork_rng(on_gpu):
+        with self.metrics.outside_step("validation", step=step):
             tokens = self.validation_batches.samples * self.config.training.seq_len
             loss = torch.zeros((), device=self.device)
             batches = iter(self.validation_batches)
@@ -310,7 +305,7 @@ class Trainer:
         on_rank0(check_folder)
         with self.metrics.outside_step("checkpoint", step=self.step):
             done = self.step == self.last_step
-            self.checkpointer.save(self.progress(), self.generators, last=done)
+            self.checkpointer.save(self.progress(), last=done)
         self.saved_step, self.save_wanted = self.step, False
 
     def progress(self) -> TrainingProgress:
