@@ -126,7 +126,7 @@ def report_data(options: argparse.Namespace, overrides: list[str]) -> None:
     read beside numpy slices."""
     cores = len(os.sched_getaffinity(0))
     tokenizer = build_tokenizer("")
-    texts = list(open_source(options.source).documents())
+    texts = [row.text for chunk in open_source(options.source).chunks() for row in chunk()]
     with tempfile.TemporaryDirectory() as name:
         stores = (Path(name) / str(number) for number in range(options.pairs))
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from torchtitan_lite.data.store_writer import hash_ids, write_manifest
 from torchtitan_lite.data.token_store import (
     Shard,
     StoreManifest,
     StoreRecipe,
     TokenStore,
     tokens_file,
-    write_manifest,
 )
 
 RECIPE = StoreRecipe(
@@ -52,7 +52,7 @@ def write_store(
 
     manifest = StoreManifest(recipe, int(ids.max()), 0, "", tuple(shards))
     known = replace(manifest, recipe=replace(recipe, vocab_size=2**16))
-    fingerprint = TokenStore(folder, known).compute_fingerprint()
+    fingerprint = hash_ids(TokenStore(folder, known))
     write_manifest(folder, replace(manifest, fingerprint=fingerprint))
     return folder
 

@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.data.rows import Row
-from torchtitan_lite.data.store_writer import AHEAD, EncodedBatch, encode_batches, encode_rows
+from torchtitan_lite.data.store_writer import AHEAD, Encoded, encode_batches, encode_rows
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
 U2 = np.dtype("<u2")
@@ -29,16 +29,15 @@ def framed(text: str) -> list[int]:
 
 def test_documents_one_after_the_other():
     bad = Row("a.txt, line 2", "", "too long")
-    batch = encode_rows([text_row("one two"), bad, text_row("é")], build_tokenizer(""), U2)
-    assert batch.ids.tolist() == framed("one two") + framed("é")
-    assert batch.ids.dtype == U2
-    assert batch.lengths.tolist() == [len(framed("one two")), len(framed("é"))]
-    assert batch.bad_rows == [bad]
-    batch = encode_rows([bad], build_tokenizer(""), U2)
-    assert (batch.ids.shape, batch.ids.dtype, batch.lengths.shape) == ((0,), U2, (0,))
+    rows = [text_row("one two"), bad, text_row("é")]
+    documents, bad_rows = encode_rows(rows, build_tokenizer(""), U2)
+    assert [ids.tolist() for ids in documents] == [framed("one two"), framed("é")]
+    assert {ids.dtype for ids in documents} == {U2}
+    assert bad_rows == [bad]
+    assert encode_rows([bad], build_tokenizer(""), U2) == ([], [bad])
 
 
-@pytest.mark.parametrize(("eos", "ids"), [("<bos>", [1, 0, 1]), ("<eos>", [1, 0, 2, 1, 2])])
+@pytest.mark.parametrize(("eos", "ids"), [("<bos>", [[1, 0], [1]]), ("<eos>", [[1, 0, 2], [1, 2]])])
 def test_a_text_that_holds_the_id_of_a_frame_is_a_bad_row(tmp_path, eos, ids):
     """Here as the unknown token. Masks would take it for the end of a document."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -49,17 +48,16 @@ def test_a_text_that_holds_the_id_of_a_frame_is_a_bad_row(tmp_path, eos, ids):
     named = {"bos_token": "<bos>", "eos_token": eos}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     rows = [text_row("a"), text_row("a other", line=7), text_row(" ")]
-    batch = encode_rows(rows, build_tokenizer(str(tmp_path)), U2)
-    assert batch.ids.tolist() == ids
-    (bad,) = batch.bad_rows
+    documents, (bad,) = encode_rows(rows, build_tokenizer(str(tmp_path)), U2)
+    assert [found.tolist() for found in documents] == ids
     assert bad.place == "a.txt, line 7"
-    assert re.search(rf"BOS id 1 or EOS id {ids[-1]}$", bad.problem)
+    assert re.search(rf"BOS id 1 or EOS id {ids[-1][-1]}$", bad.problem)
 
 
 # ----- encode_batches -----
 
 
-def encoded(batches: Iterator[list[Row]], threads: int) -> Iterator[EncodedBatch]:
+def encoded(batches: Iterator[list[Row]], threads: int) -> Iterator[Encoded]:
     return encode_batches(batches, build_tokenizer(""), dtype=U2, threads=threads)
 
 
@@ -69,8 +67,8 @@ def test_threads_keep_the_order(threads):
     batches = [[text_row(f"row {i} " * (20_000 if i % 5 == 0 else 1))] for i in range(20)]
     batches[7] = []
     answers = list(encoded(iter(batches), threads))
-    for rows, batch in zip(batches, answers, strict=True):
-        assert batch.ids.tolist() == [i for row in rows for i in framed(row.text)]
+    for rows, (documents, _) in zip(batches, answers, strict=True):
+        assert [ids.tolist() for ids in documents] == [framed(row.text) for row in rows]
 
 
 def test_few_batches_are_read_ahead_and_no_thread_is_left():

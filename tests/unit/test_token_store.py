@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from sample_stores import RECIPE, stream, write_store
 
 from torchtitan_lite.base.errors import DataError, StorageError
+from torchtitan_lite.catalog.datasets import NamedDataset
 from torchtitan_lite.data import store_writer, token_store
-from torchtitan_lite.data.corpus import open_cached, open_data
-from torchtitan_lite.data.sources import open_source
+from torchtitan_lite.data.corpus import open_data
+from torchtitan_lite.data.store_writer import open_cached
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
@@ -39,11 +40,6 @@ def corpus(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     return path
-
-
-@pytest.fixture
-def source(corpus):
-    return open_source(str(corpus))
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +111,8 @@ def test_the_fingerprint_follows_ids_and_nothing_else(tmp_path):
 @pytest.mark.parametrize("chunk_tokens", [3, 1000])
 def test_the_fingerprint_is_that_of_format_2(tmp_path, monkeypatch, chunk_tokens):
     # Which had it from the hashes of its shards, all of one size.
-    monkeypatch.setattr(token_store, "HASHED_TOKENS", 10)
-    monkeypatch.setattr(token_store, "CHUNK_TOKENS", chunk_tokens)
+    monkeypatch.setattr(store_writer, "HASHED_TOKENS", 10)
+    monkeypatch.setattr(store_writer, "CHUNK_TOKENS", chunk_tokens)
     old = TokenStore(write_store(tmp_path / "old", DOCUMENTS, replace(RECIPE, format=2)))
     digest = hashlib.sha256(b"t <u2")
     for shard in old.manifest.shards:
@@ -181,52 +177,52 @@ def test_a_whole_store_that_cannot_be_read_is_not_called_damaged(corpus, monkeyp
 # ----- open_cached -----
 
 
-def cached(source):
-    return open_cached(source, build_tokenizer(""))
+def cached(corpus, tokenizer=None):
+    dataset = NamedDataset(str(corpus))
+    return open_cached(dataset.path, dataset, tokenizer or build_tokenizer(""))
 
 
-def test_text_is_tokenized_once(source, corpus, cache, notices, tmp_path):
-    first = cached(source)
+def test_text_is_tokenized_once(corpus, cache, notices, tmp_path):
+    first = cached(corpus)
     assert contents(first) == expected_ids()
-    assert cached(source).fingerprint == first.fingerprint
+    assert cached(corpus).fingerprint == first.fingerprint
     message = notices.messages[-1]
     counts = f"3 documents, {len(expected_ids())} tokens, 0 rows skipped, "
-    assert message.startswith(f"tokenized {source.name}: {counts}")
+    assert message.startswith(f"tokenized {corpus}: {counts}")
     assert visible(cache) == [first.folder.name]
 
     # Other text and another tokenizer have other stores.
     corpus.write_text('{"text": "other"}')
-    changed = cached(open_source(str(corpus)))
+    changed = cached(corpus)
     assert changed.fingerprint != first.fingerprint
     other = build_tokenizer("")
     other.fingerprint = "other"
-    open_cached(open_source(str(corpus)), other)
+    cached(corpus, other)
     assert len(visible(cache)) == 3
 
     # The cache is in $XDG_CACHE_HOME, or in ~/.cache.
     del os.environ["XDG_CACHE_HOME"]
     os.environ["HOME"] = str(tmp_path / "home")
     assert changed.folder.parent == cache
-    again = cached(open_source(str(corpus)))
+    again = cached(corpus)
     assert again.folder.parent == tmp_path / "home/.cache/torchtitan_lite/tokens"
 
 
-def test_a_damaged_cache_is_named(source):
-    folder = cached(source).folder
+def test_a_damaged_cache_is_named(corpus):
+    folder = cached(corpus).folder
     os.truncate(folder / "tokens-00000.bin", 2)
     with pytest.raises(DataError, match=f"^token store {folder}: .* copy it again"):
-        cached(source)
+        cached(corpus)
 
 
-def test_a_cache_of_another_format_is_not_removed(source):
-    folder = cached(source).folder
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 4'))
+def test_a_cache_of_another_format_is_not_removed(corpus):
+    folder = cached(corpus).folder
+    manifest = token_store.read_manifest(folder)
+    recipe = replace(manifest.recipe, format=4)
+    store_writer.write_manifest(folder, replace(manifest, recipe=recipe))
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(
-        DataError, match="its format is 4, this version reads 2 and 3; .* data make"
-    ):
-        cached(source)
+    with pytest.raises(DataError, match=r"recipe\.format: Input should be 2 or 3; .* data make"):
+        cached(corpus)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -248,16 +244,16 @@ def test_a_full_disk_under_the_cache(corpus, monkeypatch, code):
 
 
 # ----- make_store, exclusive -----
-def test_one_process_makes_a_store_and_the_others_wait(source, cache):
+def test_one_process_makes_a_store_and_the_others_wait(corpus, cache):
     fork = multiprocessing.get_context("fork")
     locked, started = fork.Event(), fork.Semaphore(0)
 
     def make():
         assert locked.wait(60)
         started.release()
-        cached(source)
+        cached(corpus)
 
-    folder = cached(source).folder
+    folder = cached(corpus).folder
     folder.rename(cache / "elsewhere")
     processes = [fork.Process(target=make, daemon=True) for _ in range(2)]
     for process in processes:
@@ -275,11 +271,11 @@ def test_one_process_makes_a_store_and_the_others_wait(source, cache):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_locks_no_store_is_made(source, monkeypatch, code):
+def test_without_locks_no_store_is_made(corpus, monkeypatch, code):
     error = OSError(code, os.strerror(code))
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=error))
     with pytest.raises(StorageError, match=r"without locks \(flock\).* data make.* XDG_CACHE_HOME"):
-        cached(source)
+        cached(corpus)
 
 
 # ----- open_data -----

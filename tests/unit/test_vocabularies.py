@@ -5,7 +5,6 @@ import argparse
 import base64
 import inspect
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -182,12 +181,6 @@ def test_read_json_gives_a_text_the_same_ids_each_time(json_content):
     fields["model"]["dropout"] = 0.5
     encode = read_json(json.dumps(fields).encode(), NOWHERE).encode
     assert encode([LEARNT] * 9) == read_json(json_content, NOWHERE).encode([LEARNT] * 9)
-
-
-def test_read_json_encodes_on_one_core(json_content, monkeypatch):
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
-    read_json(json_content, NOWHERE)
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
 
 ADDED = {"__type": "AddedToken", "content": "<|reserved_special_token_0|>"}

@@ -3,6 +3,9 @@
 import sysconfig
 from dataclasses import dataclass
 
+HF_PREFIX = "hf:"
+"""What the path of a Hugging Face dataset begins with."""
+
 
 @dataclass(frozen=True)
 class NamedDataset:
@@ -15,7 +18,7 @@ class NamedDataset:
     skipped_folders: frozenset[str] = frozenset()
     """Names of sub-folders that are not read."""
     text_field: str = "text"
-    """Field of .jsonl, .parquet and Hugging Face rows that holds the text."""
+    """Field of .jsonl and Hugging Face rows that holds the text."""
     hf_name: str | None = None
     """Configuration of a Hugging Face dataset."""
     hf_split: str = "train"

@@ -3,8 +3,8 @@
   make SOURCE STORE   tokenize; the same command goes on after an interruption
   verify STORE        read the whole store and list what is broken
 
-SOURCE is a folder or a file of .txt .md .rst .py .jsonl .json, each also with .gz or .zst, or
-.parquet (parquet extra); hf:NAME_OR_PATH, a Hugging Face dataset (hf extra); or a name that
+SOURCE is a folder or a file of .txt .md .rst .py .jsonl .json, each also with .gz or .zst;
+hf:NAME_OR_PATH, a Hugging Face dataset or a folder of .parquet (hf extra); or a name that
 [training] dataset takes, such as pystdlib, the source text of Python's standard library.
 
 Exit codes: 3 for missing or broken data, 7 if the disk fails.
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("store", type=Path, help="folder to make")
     text = "sentencepiece, tiktoken or tokenizer.json file, or a folder with one (the shipped one)"
     make.add_argument("--tokenizer", type=path_text, default="", help=text)
-    text = "field of .jsonl, .json and .parquet rows with the text (text)"
+    text = "field of .jsonl, .json and Hugging Face rows with the text (text)"
     make.add_argument("--text-field", default="text", help=text)
     text = "bad rows to leave out before giving up (0)"
     make.add_argument("--skip-bad", type=partial(number, least=0), default=0, help=text)

@@ -135,11 +135,11 @@ class TrainingConfig(Section):
     dataset: DatasetName = "pystdlib"
     """Dataset, if dataset_path is unset: Python's standard library, or c4 (needs dataset_path)."""
     dataset_path: PathName | None = None
-    """Token store, or text: .txt .md .rst .py .jsonl .json (.gz, .zst) .parquet; unset: dataset."""
+    """Token store, or text: .txt .md .rst .py .jsonl .json (.gz, .zst); unset: dataset."""
     datasets: Annotated[tuple[DatasetConfig, ...], Strict(False)] = ()
     """Instead of dataset_path, several: [[training.datasets]], each a path and a weight (1.0)."""
     text_field: Name = "text"
-    """Field of each .jsonl or .parquet row that holds the text."""
+    """Field of each .jsonl row that holds the text."""
     local_batch_size: Annotated[int, Field(ge=1, le=65_536)] = 8
     """Sequences in one forward pass of one data-parallel rank."""
     global_batch_size: AllOrCount = -1

@@ -1,7 +1,5 @@
 """The data of a run: the stores that a config names, opened, checked and mixed."""
 
-import hashlib
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,14 +8,11 @@ from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import storage_fix
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.catalog.datasets import DATASETS, NamedDataset
-from torchtitan_lite.config import TrainingConfig, ValidationConfig, expand_user
+from torchtitan_lite.catalog.datasets import DATASETS, HF_PREFIX, NamedDataset
+from torchtitan_lite.config import TrainingConfig, ValidationConfig
 
-from .columns import HF_PREFIX
 from .dataloader import Corpus, TrainingBatches, count_windows
 from .mixture import Mixture
-from .sources import Source, build_source
-from .store_writer import make_store
 from .token_store import TokenStore, is_store
 from .tokenizer import Tokenizer
 
@@ -121,7 +116,10 @@ def open_data(
         # A store is read where it is; other text becomes a store in the cache.
         if is_store(folder := Path(row.path)):
             return _check_tokenizer(TokenStore(folder), tokenizer)
-        return open_cached(build_source(path or dataset, row), tokenizer)
+        # A run on a store loads neither the readers of text nor the writer of stores.
+        from .store_writer import open_cached
+
+        return open_cached(path or dataset, row, tokenizer)
     except (DataError, StorageError, OSError) as error:
         kind, problem = type(error), str(error)
         if isinstance(error, OSError):
@@ -141,18 +139,6 @@ def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> TokenStore:
             f"of {tokenizer.vocab_size}; name the one that it was made with"
         )
     return store
-
-
-def open_cached(source: Source, tokenizer: Tokenizer) -> TokenStore:
-    """Open the tokens of a source in the cache, `torchtitan_lite/tokens` in $XDG_CACHE_HOME. The
-    first process to ask makes them while the others wait. Raises RunError, OSError."""
-    inputs = f"{source.fingerprint} {tokenizer.fingerprint}"
-    if tokenizer.one_separator:  # earlier versions made another store of the same inputs
-        inputs += " one separator"
-    key = hashlib.sha256(inputs.encode()).hexdigest()[:16]
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = expand_user(home, what=f"token cache $XDG_CACHE_HOME = {home}: ")
-    return make_store(Path(home) / "torchtitan_lite" / "tokens" / key, source, tokenizer)
 
 
 def check_same_tokens(stores: Mapping[str, TokenStore]) -> None:

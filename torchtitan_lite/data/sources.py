@@ -6,7 +6,6 @@ small ones that have about 256 MiB on disk.
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +14,9 @@ from typing import Any
 
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.catalog.datasets import DATASETS, NamedDataset
+from torchtitan_lite.catalog.datasets import DATASETS, HF_PREFIX, NamedDataset
 
-from .columns import HF_PREFIX, open_hf_dataset, read_parquet
+from .hf_dataset import open_hf_dataset
 from .rows import COMPRESSED, Row, read_jsonl, read_text, reading
 from .token_store import tokens_file
 
@@ -27,9 +26,10 @@ TEXT_KINDS = {
 }
 READERS = {
     kind + packed: reader for kind, reader in TEXT_KINDS.items() for packed in ("", *COMPRESSED)
-} | {".parquet": read_parquet}
+}
 """The reader of a file, by the ending of its name."""
-KINDS = f"{' '.join(TEXT_KINDS)} (each also with .gz or .zst) or .parquet"
+KINDS = f"{' '.join(TEXT_KINDS)} (each also with .gz or .zst)"
+OTHERS = "torchtitan-lite data make hf:FOLDER STORE reads .parquet"
 CHUNK_BYTES = 2**28
 
 Chunk = Callable[[], Iterator[Row]]
@@ -47,16 +47,6 @@ class Source:
 
     def __post_init__(self) -> None:
         self.fingerprint = self.fingerprint_now()
-
-    def documents(self) -> Iterator[str]:
-        """Yield the text of every row. Raises DataError for a bad row, and if there are none."""
-        row = None
-        for row in (row for chunk in self.chunks() for row in chunk()):
-            if row.problem:
-                raise DataError(f"{row.place}: {row.problem}; fix it")
-            yield row.text
-        if row is None:
-            raise DataError(f"{self.name}: holds no text")
 
 
 def open_source(name: str, **options: Any) -> Source:
@@ -78,15 +68,10 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
             problem = "does not exist; name a folder, or a file of"
             raise DataError(f"{root.absolute()}: {problem} {KINDS}")
         if not root.is_dir() and not (root.is_file() and _is_read(root, dataset)):
-            raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder")
-        others = Counter(
-            path.suffix for path in _all_files(root, dataset) if not _is_read(path, dataset)
-        )
+            raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder; {OTHERS}")
+        others = sum(not _is_read(path, dataset) for path in _all_files(root, dataset))
     if others and dataset.endings is None:
-        counts = ", ".join(
-            f"{n:,} {end or 'without an ending'}" for end, n in others.most_common(9)
-        )
-        logger.warning(f"{root}: {others.total():,} files of other kinds are not read: {counts}")
+        logger.warning(f"{root}: {others:,} files are not read: they are no {KINDS}; {OTHERS}")
     return Source(name, partial(_chunks, root, dataset), partial(_hash, root, dataset))
 
 
@@ -132,7 +117,8 @@ def _hash(root: Path, dataset: NamedDataset) -> str:
             relative = path.relative_to(folder).as_posix()
             digest.update(os.fsencode(f"\n{relative}\0{status.st_size}\0{status.st_mtime_ns}"))
     if path is None:
-        raise DataError(f"{root}: holds 0 files of {KINDS} that are not hidden; name another")
+        problem = f"holds 0 files of {KINDS} that are not hidden; name another"
+        raise DataError(f"{root}: {problem}; {OTHERS}")
     return digest.hexdigest()
 
 

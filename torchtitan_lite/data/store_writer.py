@@ -8,6 +8,7 @@ This thread reads, threads of a pool tokenize: the tokenizers' libraries release
 """
 
 import fcntl
+import hashlib
 import os
 import sys
 import time
@@ -15,9 +16,8 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,12 +29,14 @@ from torchtitan_lite.base.files import (
     remove_folder,
     usable_cores,
 )
+from torchtitan_lite.base.jsonfile import write_hashed_json
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.datasets import NamedDataset
+from torchtitan_lite.config import expand_user
 
 from .rows import Row
-from .sources import Chunk, Source
+from .sources import Chunk, Source, build_source
 from .token_store import (
-    FORMAT,
     MANIFEST_FILE,
     Shard,
     StoreManifest,
@@ -44,7 +46,6 @@ from .token_store import (
     is_store,
     read_manifest,
     tokens_file,
-    write_manifest,
 )
 from .tokenizer import Tokenizer
 
@@ -52,8 +53,25 @@ BATCH_BYTES = 2**20
 """Size of the batch of rows that a thread tokenizes at a time."""
 AHEAD = 2
 """Batches per thread that are read before they are asked for."""
-REPORTED_ROWS = 20
-"""Number of bad rows to log; more are only counted."""
+CHUNK_TOKENS = 2**20
+HASHED_TOKENS = 2**29
+"""The fingerprint hashes the stream in runs of so many ids, wherever shards are cut."""
+
+Encoded = tuple[list[np.ndarray], list[Row]]
+"""The documents of a batch of rows, each the ids [tokens] with its frame, and the bad rows."""
+
+
+def open_cached(name: str, dataset: NamedDataset, tokenizer: Tokenizer) -> TokenStore:
+    """Open the tokens of a dataset in the cache, `torchtitan_lite/tokens` in $XDG_CACHE_HOME. The
+    first process to ask makes them while the others wait. Raises RunError, OSError."""
+    source = build_source(name, dataset)
+    inputs = f"{source.fingerprint} {tokenizer.fingerprint}"
+    if tokenizer.one_separator:  # earlier versions made another store of the same inputs
+        inputs += " one separator"
+    key = hashlib.sha256(inputs.encode()).hexdigest()[:16]
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = expand_user(home, what=f"token cache $XDG_CACHE_HOME = {home}: ")
+    return make_store(Path(home) / "torchtitan_lite" / "tokens" / key, source, tokenizer)
 
 
 def make_store(
@@ -101,7 +119,7 @@ def _recipe(source: Source, tokenizer: Tokenizer, max_tokens: int | None) -> Sto
     """Describe the inputs of a store. Escape names, since JSON cannot hold invalid Unicode."""
     limit = "" if max_tokens is None else f" up to {max_tokens} tokens"
     return StoreRecipe(
-        format=FORMAT,
+        format=3,
         source=source.name.encode(errors="backslashreplace").decode(),
         source_fingerprint=source.fingerprint + limit,
         tokenizer=tokenizer.name.encode(errors="backslashreplace").decode(),
@@ -180,7 +198,7 @@ class UnfinishedStore:
         if problem:
             remove_folder(self.folder)
             raise DataError(f"{source.name} {problem}")
-        fingerprint = TokenStore(self.folder, self.manifest).compute_fingerprint()
+        fingerprint = hash_ids(TokenStore(self.folder, self.manifest))
         write_manifest(self.folder, replace(self.manifest, fingerprint=fingerprint))
         for draft in self.folder.glob(f".{MANIFEST_FILE}.*"):  # of a killed run
             draft.unlink()
@@ -188,85 +206,87 @@ class UnfinishedStore:
     def _write_shard(self, chunk: Chunk, tokenizer: Tokenizer, *, room: int) -> None:
         """Write the documents of a chunk, up to the one that reaches `room` tokens, then the
         manifest with the shard. Raises DataError at the first bad row beyond `skip_bad`."""
-        tokens = documents = skipped_rows = 0
-        max_token_id = self.manifest.max_token_id
+        tokens = documents = 0
+        max_token_id, skipped_rows = self.manifest.max_token_id, self.manifest.skipped_rows
         path = self.folder / tokens_file(len(self.manifest.shards))
         dtype, threads = np.dtype(self.manifest.recipe.dtype), len(usable_cores())
         batches = encode_batches(_batched(chunk()), tokenizer, dtype=dtype, threads=threads)
         with closing(batches), path.open("wb") as file:
-            for batch in batches:
-                self._report_bad(batch.bad_rows, self.manifest.skipped_rows + skipped_rows)
-                skipped_rows += len(batch.bad_rows)
-                # As many documents as there is room for, with the one that fills it.
-                ends = tokens + np.cumsum(batch.lengths)
-                lengths = batch.lengths[: np.searchsorted(ends, room) + 1]
-                ids = batch.ids[: lengths.sum()]
-                file.write(ids.data)
-
-                tokens += len(ids)
-                documents += len(lengths)
-                max_token_id = max(max_token_id, int(ids.max(initial=0)))
+            for encoded, bad_rows in batches:
+                skipped_rows += len(bad_rows)
+                self._report_bad(bad_rows, skipped_rows)
+                for ids in encoded:
+                    if tokens < room:
+                        file.write(ids.data)
+                        tokens += len(ids)
+                        documents += 1
+                        max_token_id = max(max_token_id, int(ids.max()))
                 if tokens >= room:
                     break
             file.flush()
             os.fsync(file.fileno())
 
-        shard = Shard(tokens, documents, hash_file(path))
         self.manifest = replace(
             self.manifest,
             max_token_id=max_token_id,
-            skipped_rows=self.manifest.skipped_rows + skipped_rows,
-            shards=(*self.manifest.shards, shard),
+            skipped_rows=skipped_rows,
+            shards=(*self.manifest.shards, Shard(tokens, documents, hash_file(path))),
         )
         write_manifest(self.folder, self.manifest)
 
     def _report_bad(self, rows: list[Row], skipped: int) -> None:
-        for number, row in enumerate(rows, start=skipped + 1):
+        """Log bad rows, the last of `skipped` in all. Raises DataError for more than `skip_bad`."""
+        for number, row in enumerate(rows, start=skipped - len(rows) + 1):
             if number > self.skip_bad:
                 raise DataError(
                     f"{row.place}: {row.problem}; fix the row, or make a store with "
                     f"torchtitan-lite data make --skip-bad {number} or more"
                 )
-            if number <= REPORTED_ROWS:
-                logger.warning(f"skipped: {row.place}: {row.problem}")
+            logger.warning(f"skipped: {row.place}: {row.problem}")
 
 
-class EncodedBatch(NamedTuple):
-    """The documents of a batch of rows, concatenated."""
-
-    ids: np.ndarray
-    """Tokens of all documents, [sum of lengths]."""
-    lengths: np.ndarray
-    """Tokens of each document with those that frame it, int64 [documents]."""
-    bad_rows: list[Row]
+def write_manifest(folder: Path, manifest: StoreManifest) -> None:
+    """Write a store's manifest, with a hash of all its fields, in one step."""
+    write_hashed_json(folder / MANIFEST_FILE, asdict(manifest))
 
 
-def encode_rows(rows: list[Row], tokenizer: Tokenizer, dtype: np.dtype) -> EncodedBatch:
+def hash_ids(store: TokenStore) -> str:
+    """Hash all ids of a store's stream. The result does not depend on the shards."""
+    recipe = store.manifest.recipe
+    digest = hashlib.sha256(f"{recipe.tokenizer_fingerprint} {recipe.dtype}".encode())
+    for start in range(0, store.tokens, HASHED_TOKENS):
+        stop = min(start + HASHED_TOKENS, store.tokens)
+        run = hashlib.sha256()
+        for place in range(start, stop, CHUNK_TOKENS):
+            run.update(store.read(place, min(CHUNK_TOKENS, stop - place)).data)
+        digest.update(f" {stop - start} {run.hexdigest()}".encode())
+    return digest.hexdigest()
+
+
+def encode_rows(rows: list[Row], tokenizer: Tokenizer, dtype: np.dtype) -> Encoded:
     """Tokenize rows, in order."""
+    documents, bad = [], [row for row in rows if row.problem]
     good = [row for row in rows if not row.problem]
-    bad = [row for row in rows if row.problem]
+    encoded = tokenizer.encode_documents([row.text for row in good])
 
     # Masks find documents by BOS, so that no text may hold it; as an unknown token, it could.
-    documents = []
     bos, eos = tokenizer.bos_id, tokenizer.eos_id
-    encoded = tokenizer.encode_documents([row.text for row in good])
     for row, ids_of_row in zip(good, encoded, strict=True):
-        document = np.asarray(ids_of_row, dtype)
-        framing = np.count_nonzero((document == bos) | (document == eos))
+        ids = np.asarray(ids_of_row, dtype)
+        framing = np.count_nonzero((ids == bos) | (ids == eos))
         if framing > (1 if tokenizer.one_separator else 2):
             bad.append(Row(row.place, "", f"its text encodes to BOS id {bos} or EOS id {eos}"))
         else:
-            documents.append(document)
-    ids = np.concatenate([np.empty(0, dtype), *documents])
-    return EncodedBatch(ids, np.array([len(ids) for ids in documents], np.int64), bad)
+            documents.append(ids)
+    return documents, bad
 
 
 def encode_batches(
     batches: Iterable[list[Row]], tokenizer: Tokenizer, *, dtype: np.dtype, threads: int
-) -> Generator[EncodedBatch, None, None]:
+) -> Generator[Encoded, None, None]:
     """Yield the tokens of each batch, in order. Holds AHEAD batches per thread in memory."""
     pool = ThreadPoolExecutor(threads, "tokenize")
-    ahead: deque[Future[EncodedBatch]] = deque()
+    ahead: deque[Future[Encoded]] = deque()
     try:
         for batch in batches:
             ahead.append(pool.submit(encode_rows, batch, tokenizer, dtype))

@@ -7,10 +7,9 @@ In format 3 a shard is a chunk of the source; in format 2, which is still read, 
 Files are read, not mapped into memory: the process would be killed if a mapped file were truncated.
 """
 
-import hashlib
 import os
 from bisect import bisect_right
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Literal
@@ -25,17 +24,11 @@ from torchtitan_lite.base.jsonfile import (
     read_json_object,
     regular_size,
     validate_hashed_json,
-    write_hashed_json,
 )
 
-FORMAT = 3
-READ_FORMATS = (2, 3)
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
 """Enough for a million shards, or 64 TiB of text."""
-CHUNK_TOKENS = 2**20
-HASHED_TOKENS = 2**29
-"""The fingerprint hashes the stream in runs of so many ids, wherever shards are cut."""
 
 
 def tokens_file(shard: int) -> str:
@@ -47,7 +40,7 @@ def tokens_file(shard: int) -> str:
 class StoreRecipe:
     """What a store is made from. Names and the format do not take part in a comparison."""
 
-    format: int = field(compare=False)
+    format: Literal[2, 3] = field(compare=False)
     source: str = field(compare=False)
     source_fingerprint: str
     tokenizer: str = field(compare=False)
@@ -102,22 +95,12 @@ def is_store(path: Path) -> bool:
     return os.path.lexists(path / MANIFEST_FILE)
 
 
-def write_manifest(folder: Path, manifest: StoreManifest) -> None:
-    """Write a store's manifest, with a hash of all its fields, in one step."""
-    write_hashed_json(folder / MANIFEST_FILE, asdict(manifest))
-
-
 def read_manifest(folder: Path) -> StoreManifest:
     """Read a store's manifest. Raises DataError if it is missing, damaged or of another format."""
     if not folder.is_dir():
         raise DataError(f"token store {folder.absolute()} is missing; name the folder of a store")
     try:
         fields = read_json_object(folder / MANIFEST_FILE, max_bytes=MAX_MANIFEST_BYTES)
-        recipe = fields.get("recipe")
-        version = recipe.get("format") if isinstance(recipe, dict) else FORMAT
-        if version not in READ_FORMATS:
-            formats = " and ".join(map(str, READ_FORMATS))
-            raise ValueError(f"its format is {version}, this version reads {formats}")
         manifest = validate_hashed_json(fields, _SCHEMA, drop=set())
         highest, ids = manifest.max_token_id, manifest.recipe.vocab_size
         if not highest < ids <= 2 ** (8 * np.dtype(manifest.recipe.dtype).itemsize):
@@ -221,15 +204,3 @@ class TokenStore:
             reason = f"id {highest} at place {place + int(found.argmax())} is above the highest one"
             raise unusable(self.folder, f"{name}: {reason}, {self.max_token_id}")
         ids[:] = found
-
-    def compute_fingerprint(self) -> str:
-        """Hash all ids of the stream. The result does not depend on the shards."""
-        recipe = self.manifest.recipe
-        digest = hashlib.sha256(f"{recipe.tokenizer_fingerprint} {recipe.dtype}".encode())
-        for start in range(0, self.tokens, HASHED_TOKENS):
-            stop = min(start + HASHED_TOKENS, self.tokens)
-            run = hashlib.sha256()
-            for place in range(start, stop, CHUNK_TOKENS):
-                run.update(self.read(place, min(CHUNK_TOKENS, stop - place)).data)
-            digest.update(f" {stop - start} {run.hexdigest()}".encode())
-        return digest.hexdigest()

@@ -22,7 +22,9 @@ from torchtitan_lite.base.jsonfile import read_json_object, read_regular
 from torchtitan_lite.config import expand_user
 from torchtitan_lite.config.job import TokenizerValues
 
-from .normalizer import check_growth
+# The package tokenizers would tokenize each batch on all cores; it reads this at every batch. Set
+# while the process has one thread: C code that reads the environment in another one could crash.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 SHIPPED_MODEL = Path(__file__).with_name("pystdlib-2256.model")
 FILES_OF_A_FOLDER = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
@@ -217,8 +219,8 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
     exists; otherwise Llama 3's, or <s> and </s>."""
     import tokenizers  # of the [llama] extra
 
-    # The package reads this at every batch; it would use all cores for each.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from .normalizer import check_growth  # only for these files
+
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
