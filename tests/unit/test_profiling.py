@@ -67,11 +67,6 @@ def test_the_last_steps_of_each_period_are_traced(settings, first, last, traced,
         assert [event["args"]["Input Dims"][0] for event in matmuls] == [[s, 2] for s in steps]
 
 
-def test_nothing_is_written_where_profiling_is_off(tmp_path):
-    assert run_steps(tmp_path, profile_freq=1, first=1, last=3) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_memory_snapshots_are_written_when_due_and_when_memory_runs_out(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: None)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})

@@ -1,6 +1,5 @@
 """Load a model to generate text: from a checkpoint, a run, or a Hugging Face model."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -8,7 +7,6 @@ from torch import Tensor
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml
-from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
 from torchtitan_lite.checkpoint.hf_folder import PREFIX, HfReader, open_weights
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
@@ -19,8 +17,21 @@ from torchtitan_lite.models.llama3 import Transformer
 def load_model(
     source: Path, *, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None
 ) -> tuple[Transformer, Tokenizer]:
-    """Load a model and its tokenizer, or another one. Raises RunError."""
-    args, read, own_tokenizer = open_source(source)
+    """Load the weights of a checkpoint's folder, a run's newest checkpoint, or a Hugging Face
+    model, and its tokenizer or another one. Raises RunError."""
+    if (source / "config.json").is_file():
+        hf = HfReader(source)
+        args, own_tokenizer, read = hf.args, str(source), hf.read
+    else:
+        step_dir = find_checkpoints(source)[-1]
+        with naming(step_dir, fix="; name another step."):
+            reader, args = open_weights(step_dir)
+        model_keys = parse_toml(reader.manifest.config.encode()).get("model", {})
+        own_tokenizer = model_keys.get("tokenizer_path", "")
+
+        def read(name: str) -> Tensor:
+            return reader.read_whole([name])[name]
+
     tokenizer = build_tokenizer(own_tokenizer if tokenizer_path is None else tokenizer_path)
     if tokenizer.vocab_size > args.vocab_size:
         raise ConfigError(
@@ -31,19 +42,3 @@ def load_model(
     for name, parameter in model.named_parameters():
         parameter.copy_(read(PREFIX + name))
     return model, tokenizer
-
-
-def open_source(source: Path) -> tuple[ModelArgs, Callable[[str], Tensor], str]:
-    """Open the weights of a checkpoint's folder, a run's newest checkpoint, or a Hugging Face
-    model. Return its dimensions, a reader of weights by their names in a checkpoint, and the path
-    of its tokenizer. Raises CheckpointError."""
-    if (source / "config.json").is_file():
-        hf = HfReader(source)
-        return hf.args, hf.read, str(source)
-
-    step_dir = find_checkpoints(source)[-1]
-    with naming(step_dir, fix="; name another step."):
-        reader, args = open_weights(step_dir)
-    config = parse_toml(reader.manifest.config.encode())
-    path = config.get("model", {}).get("tokenizer_path", "")
-    return args, lambda name: reader.read_whole([name])[name], path

@@ -69,8 +69,7 @@ class Profiler:
 
     def end_step(self, step: int) -> None:
         """Write what is due after `step`."""
-        enabled = self._profiling.enable_profiling or self._profiling.enable_memory_snapshot
-        due = enabled and (step - self._done_steps) % self._freq == 0
+        due = (step - self._done_steps) % self._freq == 0
         with self._outside_step("profiling", step=step) if due else contextlib.nullcontext():
             if self._trace is not None:
                 self._trace.step()

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import NumericError
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.checkpoint.hf_folder import PREFIX, weight_shapes
+from torchtitan_lite.checkpoint.hf_folder import PREFIX
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.models.generate import (
     Sampling,
     build_empty_model,
-    continue_prompts,
+    continue_prompt,
     encode_prompt,
 )
 from torchtitan_lite.models.llama3 import Transformer
@@ -40,59 +40,58 @@ class Samples:
     ) -> None:
         """`model` has the parameters of this rank's stages; the ranks of `stages` have the others.
         Raises ConfigError for a prompt that leaves no room in a sequence."""
-        self._validation, self._args = job.config.validation, job.model_args
-        self._tokenizer, self._model = tokenizer, model
+        self._job, self._tokenizer, self._model = job, tokenizer, model
         self._stages, self._device = stages, device
-        self._dtype = getattr(torch, job.config.training.mixed_precision_param)
-        self._copy: Transformer | None = None  # on rank 0, while it samples
-        for prompt in self._validation.prompts:
-            encode_prompt(prompt, tokenizer, context=self._args.max_seq_len)
+        for prompt in job.config.validation.prompts:
+            encode_prompt(prompt, tokenizer, context=job.model_args.max_seq_len)
 
     def make(self) -> list[dict[str, Any]]:
         """Return the fields of a sample for each prompt; none if rank 0 has no memory for the copy.
         A collective call."""
-        if not self._validation.prompts or not on_rank0(self._allocate):
+        copy = self._allocate() if dist.get_rank() == 0 else None
+        if not on_rank0(lambda: copy is not None):
             return []
-        self._gather()
-        return on_rank0(self._generate)
+        self._gather_into(copy)
+        return on_rank0(lambda: self._generate(copy))
 
-    def _allocate(self) -> bool:
+    def _allocate(self) -> Transformer | None:
+        dtype = getattr(torch, self._job.config.training.mixed_precision_param)
         try:
-            self._copy = build_empty_model(self._args, device=self._device, dtype=self._dtype)
+            return build_empty_model(self._job.model_args, device=self._device, dtype=dtype)
         except torch.OutOfMemoryError:
             logger.warning("no samples: the memory of rank 0 has no room for a copy of the model")
-            return False
-        return True
+            return None
 
-    def _gather(self) -> None:
+    def _gather_into(self, copy: Transformer | None) -> None:
         """Copy each weight into the copy of rank 0."""
-        targets = dict(self._copy.named_parameters()) if self._copy else {}
         state = model_state(self._model)
         dtype = next(iter(state.values())).dtype
-        of_rank0 = dist.get_global_rank(self._stages, 0) == 0
+        passes_on = self._stages.size() > 1 and dist.get_global_rank(self._stages, 0) == 0
 
-        # The rank of `stages` that has each weight.
-        names = on_all_ranks(lambda: list(state), group=self._stages)
-        owners = {name: rank for rank, own in enumerate(names) for name in own}
-        for name, shape in weight_shapes(self._args, most_layers=self._args.n_layers).items():
-            weight = state.get(name)
-            if isinstance(weight, DTensor):
-                weight = weight.full_tensor()
-            if of_rank0 and self._stages.size() > 1:
-                if weight is None:
-                    weight = torch.empty(shape, device=self._device, dtype=dtype)
-                weight = weight.to(self._device)
-                dist.broadcast(weight, group=self._stages, group_src=owners[name])
-            if weight is not None and targets:
-                targets[name.removeprefix(PREFIX)].data.copy_(weight)
+        # Each rank of the pipeline in turn has some of the weights.
+        shapes = {name: weight.shape for name, weight in state.items()}
+        for owner, owned in enumerate(on_all_ranks(lambda: shapes, group=self._stages)):
+            for name, shape in owned.items():
+                weight = state.get(name)
+                if isinstance(weight, DTensor):
+                    weight = weight.full_tensor()
+                if passes_on:
+                    if weight is None:
+                        weight = torch.empty(shape, device=self._device, dtype=dtype)
+                    weight = weight.to(self._device)
+                    dist.broadcast(weight, group=self._stages, group_src=owner)
+                if copy is not None and weight is not None:
+                    copy.get_parameter(name.removeprefix(PREFIX)).data.copy_(weight)
 
-    def _generate(self) -> list[dict[str, Any]]:
-        model, self._copy = self._copy, None
+    def _generate(self, model: Transformer | None) -> list[dict[str, Any]]:
         assert model is not None, "rank 0 has allocated it"
-        sampling = Sampling(self._validation.max_new_tokens)
+        validation = self._job.config.validation
+        sampling = Sampling(validation.max_new_tokens)
         try:
-            prompts = self._validation.prompts
-            samples = continue_prompts(model, self._tokenizer, prompts, sampling)
+            samples = [
+                continue_prompt(model, self._tokenizer, prompt, sampling)
+                for prompt in validation.prompts
+            ]
         except (NumericError, torch.OutOfMemoryError) as error:
             logger.warning(f"no samples: {error}")
             return []

@@ -31,16 +31,9 @@ from torchtitan_lite.run.process_group import set_timeouts
 from torchtitan_lite.run.run_folder import RunFolder
 from torchtitan_lite.run.watchdog import Watchdog
 
-from .build import (
-    build_batches,
-    build_loaded_model,
-    build_metrics,
-    check_resume,
-)
+from .build import build_batches, build_loaded_model, build_metrics, check_resume
 from .model import build_microbatches
 from .optim import UpdateGuard, clip_gradients, step_unless
-from .profiling import Profiler
-from .samples import Samples
 
 STATUS_SECONDS = 5.0  # minimum time between updates of status.json, because each waits for the disk
 
@@ -99,10 +92,33 @@ class Trainer:
         self.microbatches = build_microbatches(
             job, self.built, self.groups.mesh, device=device, timed=self.metrics.timed
         )
-        self.samples = Samples(job, tokenizer, self.model, stages=self.groups.stages, device=device)
+        self.build_optional(tokenizer)
 
         ahead = max(PREFETCHED, job.batch.grad_accum_steps)
         self.prefetched = prefetch(self.batches, device=device, ahead=ahead)
+
+    def build_optional(self, tokenizer: Tokenizer) -> None:
+        """Build the profiler and the samples. Only a run that asks for them loads their modules."""
+        self.profiler, self.samples = None, None
+        profiling = self.config.profiling
+        if profiling.enable_profiling or profiling.enable_memory_snapshot:
+            from .profiling import Profiler
+
+            self.profiler = Profiler(
+                profiling,
+                run_folder=self.job.folder,
+                rank=dist.get_rank(),
+                device=self.device,
+                done_steps=self.step,
+                outside_step=self.metrics.outside_step,
+            )
+        if self.config.validation.prompts:
+            from .samples import Samples
+
+            stages = self.groups.stages
+            self.samples = Samples(
+                self.job, tokenizer, self.model, stages=stages, device=self.device
+            )
 
     def train(self) -> str | None:
         """Train to the last step. Return the signal or time limit that stopped the run, if any."""
@@ -112,24 +128,15 @@ class Trainer:
         if self.step >= self.last_step:
             logger.info(f"nothing left to train: step {self.step} of {self.last_step} is done")
 
-        with (
-            contextlib.closing(self.prefetched),
-            Profiler(
-                self.config.profiling,
-                run_folder=self.job.folder,
-                rank=dist.get_rank(),
-                device=self.device,
-                done_steps=self.step,
-                outside_step=self.metrics.outside_step,
-            ) as profiler,
-        ):
+        with contextlib.closing(self.prefetched), self.profiler or contextlib.nullcontext():
             try:
                 due = self.config.validation.due(self.step, last=self.step == self.last_step)
                 if due and on_rank0(lambda: not has_validation(self.job.folder, self.step)):
                     self.validate(self.step)  # the run was stopped in it
                 for step in range(self.first_step, self.last_step + 1):
                     self.advance(step)
-                    profiler.end_step(step)
+                    if self.profiler is not None:
+                        self.profiler.end_step(step)
             except Stopped as stopped:
                 stopped_by = str(stopped)
                 self.metrics.settle()
@@ -290,7 +297,7 @@ class Trainer:
                 loss += self.microbatches.evaluate(taken, scale=1 / tokens)
             dist.all_reduce(loss, group=self.groups.losses)
             self.watchdog.at(step, "samples")
-            samples = self.samples.make()
+            samples = self.samples.make() if self.samples is not None else []
         self.metrics.write_scalars(step, {"validation_loss": loss.item()})
         self.metrics.write_samples(step, samples)
 
