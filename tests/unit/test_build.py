@@ -26,7 +26,7 @@ from torchtitan_lite.config import (
 )
 from torchtitan_lite.planner.prepare import planned_device
 from torchtitan_lite.training import build
-from torchtitan_lite.training.build import build_checkpointer, check_resume
+from torchtitan_lite.training.build import build_loaded_model, check_resume
 from torchtitan_lite.training.model import asked_of_step, build_meta_model
 
 FLOAT8 = {"enable_float8_linear": True}
@@ -119,18 +119,17 @@ def test_a_resume_logs_what_it_changes(notices):
     assert "since step 20: [training] global_batch_size: -1 -> 8" in notices.messages
 
 
-# ----- build_checkpointer -----
+# ----- build_loaded_model -----
 
 
 def loaded_weights(monkeypatch: pytest.MonkeyPatch, config: Config) -> list[str]:
-    """Build the checkpointer of a new run, and return what it loads weights from."""
+    """Build the model of a new run, and return what its checkpointer loads weights from."""
     loads: list[str] = []
     checkpointer = SimpleNamespace(load_weights=lambda path, _: loads.append(str(path)))
     monkeypatch.setattr(build, "Checkpointer", lambda *_, **__: checkpointer)
-    mesh: Any = MagicMock(mesh_dim_names=("dp_shard",), shape=(1,))
-    parts: Any = (None, None)
-    cpu = torch.device("cpu")
-    build_checkpointer(job_of(config), *parts, mesh=mesh, device=cpu, resume=None)
+    monkeypatch.setattr(build, "build_model", MagicMock())
+    monkeypatch.setattr(build, "build_optimizer", MagicMock())
+    build_loaded_model(job_of(config), MagicMock(), device=torch.device("cpu"), resume=None)
     return loads
 
 

@@ -31,6 +31,8 @@ COLORS = (31, 32, 33, 34, 35, 36)
 
 def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
     """Open a rank's writers. Raises ConfigError if one cannot start."""
+    if run.rank > 0 and not metrics.save_for_all_ranks:
+        return []
     writers: list[Writer] = []
     if run.rank == 0:
         color = wants_color(disabled=metrics.disable_color_printing)

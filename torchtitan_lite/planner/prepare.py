@@ -13,7 +13,6 @@ from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.metrics.hardware import given_peaks, host_memory_gib, total_memory_gib
 from torchtitan_lite.metrics.writers import check_writers_installed
 from torchtitan_lite.run.process_group import local_world_size
-from torchtitan_lite.training.build import run_on_writing_ranks
 from torchtitan_lite.training.model import find_attention
 
 from .auto import resolve_auto
@@ -34,7 +33,7 @@ def prepare_job(
         dp_degree = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
         saved = read_batch(resume.manifest.config, dp_degree=dp_degree)
         config = keep_batch(config, saved=saved, world_size=world_size)
-    run_on_writing_ranks(config.metrics, lambda: check_writers_installed(config.metrics))
+    on_all_ranks(lambda: check_writers_installed(config.metrics))
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer.values)
 

@@ -1,12 +1,10 @@
 """Build each part of a run from its job: batches, model and checkpointer, metrics."""
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -17,7 +15,6 @@ from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress
 from torchtitan_lite.checkpoint.matching import check_model
 from torchtitan_lite.checkpoint.resume import Resume
-from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.config.differences import config_changes
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
@@ -96,38 +93,19 @@ def build_batches(
 def build_loaded_model(
     job: Job, mesh: DeviceMesh, *, device: torch.device, resume: Resume | None
 ) -> tuple[BuiltModel, torch.optim.Optimizer, Checkpointer]:
-    """Build the model, its optimizer and their Checkpointer; load what that loads, and compute the
-    float8 scales of the weights. A collective call."""
+    """Build the model, its optimizer and their Checkpointer. Load the checkpoint `resume` or, in a
+    new run, initial weights, if any; compute the float8 scales of the weights. Collective."""
+    config, settings = job.config, job.config.checkpoint
     built = build_model(job, mesh, device=device)
-    optimizer = build_optimizer(built.model.parameters(), job.config.optimizer)
-    checkpointer = build_checkpointer(
-        job, built.model, optimizer, mesh=mesh, device=device, resume=resume
-    )
-    update_scales(built.model, job.config.float8)
-    return built, optimizer, checkpointer
-
-
-def build_checkpointer(
-    job: Job,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    mesh: DeviceMesh,
-    device: torch.device,
-    resume: Resume | None,
-) -> Checkpointer:
-    """Build the Checkpointer, and load the checkpoint `resume` or, in a new run, initial weights.
-    Without either, load nothing."""
-    settings = job.config.checkpoint
-    assert mesh.mesh_dim_names is not None, "build_mesh names its dimensions"
+    optimizer = build_optimizer(built.model.parameters(), config.optimizer)
     manifest = CheckpointManifest(
         world_size=job.degrees.world_size,
-        mesh=dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)),
+        mesh=asdict(job.degrees),
         model=asdict(job.model_args),
         config=job.to_toml(),
     )
     checkpointer = Checkpointer(
-        model,
+        built.model,
         optimizer,
         settings,
         folder=job.checkpoint_folder,
@@ -136,7 +114,7 @@ def build_checkpointer(
         stages=mesh["pp"].get_group(),
     )
 
-    steps = job.config.training.steps
+    steps = config.training.steps
     if not settings.enable and steps > settings.interval:
         logger.info(
             f"nothing is saved in {steps:,} steps: if this run stops or fails, it starts again "
@@ -146,22 +124,16 @@ def build_checkpointer(
     # initial_load_path is only for a new run: a resumed run has its weights already.
     initial = settings.initial_load_path
     if initial is None and settings.initial_load_in_hf:
-        initial = job.config.model.tokenizer_path
+        initial = config.model.tokenizer_path
     if resume is not None:
         checkpointer.load(resume)
     elif initial is not None:
         checkpointer.load_weights(Path(initial), job.model_args)
-    return checkpointer
+    update_scales(built.model, config.float8)
+    return built, optimizer, checkpointer
 
 
 # ----- Metrics -----
-
-
-def run_on_writing_ranks(metrics: MetricsConfig, function: Callable[[], None]) -> None:
-    """Run `function` on the ranks that write metrics, and raise a RunError of any on all. A
-    collective call."""
-    run = on_all_ranks if metrics.save_for_all_ranks else on_rank0
-    run(function)
 
 
 def build_stage_times(job: Job, ledger: FlopsLedger) -> StageTimes:
@@ -213,7 +185,7 @@ def build_metrics(
         records=[record for record, written in records.items() if written],
     )
     writers: list[Writer] = []
-    run_on_writing_ranks(config.metrics, lambda: writers.extend(build_writers(config.metrics, run)))
+    on_all_ranks(lambda: writers.extend(build_writers(config.metrics, run)))
     metrics = MetricsProcessor(
         log_freq=config.metrics.log_freq,
         ledger=ledger,
