@@ -121,7 +121,7 @@ def build_loss(
     compiled = config.compile.covers("loss")
     if ours:
         tokens = config.training.local_batch_size * config.training.seq_len
-        fused = partial(CrossEntropy(compiled=compiled).of_linear, scale=1 / tokens)
+        fused = partial(CrossEntropy(compiled=compiled), scale=1 / tokens)
         return lambda tokens, labels: model(tokens, partial(fused, labels=labels))
     plain = torch.compile(plain_loss) if compiled else plain_loss
     return lambda tokens, labels: plain(model(tokens), labels)

@@ -72,7 +72,7 @@ def measure_loss(kind: str, *, tokens: int, vocab_size: int, dim: int) -> LossCo
         return plain_loss(x @ weight.t(), labels)
 
     ours = CrossEntropy(compiled=kind == "ours, compiled")
-    loss = plain if kind == "plain" else partial(ours.of_linear, scale=1 / tokens)
+    loss = plain if kind == "plain" else partial(ours, scale=1 / tokens)
 
     def peak_gib() -> float:
         allocated = device.type == "cuda"

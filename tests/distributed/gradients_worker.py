@@ -41,7 +41,7 @@ def alone(job: Job, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """Return the gradients of one process by parameter."""
     model = Transformer(job.model_args)
     init_weights(model, seed=job.config.debug.seed, buffer_device=tokens.device)
-    loss = CrossEntropy(compiled=False).of_linear
+    loss = CrossEntropy(compiled=False)
     model(tokens, partial(loss, labels=labels, scale=1 / tokens.numel())).backward()
     return {name: weight.grad for name, weight in model.named_parameters()}
 

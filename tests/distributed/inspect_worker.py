@@ -57,7 +57,7 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     weights = {name.removeprefix("model."): digest(weight) for name, weight in state.items()}
     tokens = torch.arange(2 * job.config.training.seq_len).view(2, -1) % job.model_args.vocab_size
     with Traffic() as traffic:
-        model(tokens, partial(CrossEntropy(compiled=False).of_linear, labels=tokens)).backward()
+        model(tokens, partial(CrossEntropy(compiled=False), labels=tokens)).backward()
     kind = "tied" if job.model_args.tie_embeddings else "untied"
     load_hf(Path(sys.argv[2]) / kind, state, job.model_args)
     loaded = {name.removeprefix("model."): digest(weight) for name, weight in state.items()}

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchtitan_lite.models import loss
 from torchtitan_lite.models.loss import IGNORED, CrossEntropy
 
-# ----- CrossEntropy, of_logits, of_linear -----
+# ----- CrossEntropy -----
 
 EAGER = CrossEntropy(compiled=False)
 
@@ -41,24 +41,24 @@ def test_the_loss_is_the_sum_of_minus_log_probabilities_of_the_labels_that_count
     counted = [(b, s) for b in range(2) for s in range(3) if (b, s) != (1, 2)]
     expected = -sum(log_p[b, s, labels[b, s]] for b, s in counted)
     for scale in (1.0, 0.5):
-        total = EAGER.of_logits(logits, labels, scale=scale).double()
+        total = EAGER(logits, None, labels, scale=scale).double()
         torch.testing.assert_close(total, scale * expected, rtol=1e-6, atol=0)
 
 
 def test_low_precision_logits_are_summed_in_float32() -> None:
     logits, labels = torch.randn(4, 64, 100).bfloat16(), torch.randint(0, 100, (4, 64))
-    total = EAGER.of_logits(logits, labels)
+    total = EAGER(logits, None, labels)
     assert total.dtype is torch.float32
-    assert torch.equal(total, EAGER.of_logits(logits.float(), labels))
+    assert torch.equal(total, EAGER(logits.float(), None, labels))
 
 
 def test_ignored_labels_move_nothing_and_the_given_logits_stay_as_they_are() -> None:
     logits = torch.randn(1, 4, 7, requires_grad=True)
     before = logits.detach().clone()
-    total = EAGER.of_logits(logits, torch.full((1, 4), IGNORED))
+    total = EAGER(logits, None, torch.full((1, 4), IGNORED))
     (gradient,) = grad(total, logits)
     assert total.item() == 0.0 and not gradient.any()
-    EAGER.of_logits(logits, torch.ones(1, 4, dtype=torch.long)).backward()
+    EAGER(logits, None, torch.ones(1, 4, dtype=torch.long)).backward()
     assert torch.equal(logits, before)
 
 
@@ -71,7 +71,7 @@ def test_fused_with_the_linear_it_is_equal(chunk_tokens, piece_tokens, compiled,
     monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk_tokens * len(weight))
     monkeypatch.setattr(loss, "PIECE_LOGITS", piece_tokens * len(weight))
     expected = plain_loss(x @ weight.t(), labels) / 48
-    total = CrossEntropy(compiled=compiled).of_linear(x, weight, labels, scale=1 / 48)
+    total = CrossEntropy(compiled=compiled)(x, weight, labels, scale=1 / 48)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     # Of a loss that is scaled once more, as by anything that follows it.
     found, right = grad(3 * total, (x, weight)), grad(3 * expected, (x, weight))
@@ -82,14 +82,14 @@ def test_pieces_of_a_large_linear_take_the_memory_of_its_gradient(monkeypatch):
     monkeypatch.setattr(loss, "PIECE_LOGITS", 1)
     x, weight, labels = sample(torch.float32)  # dim 16: two copies of 8 tokens' logits
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        EAGER.of_linear(x, weight, labels)
+        EAGER(x, weight, labels)
     assert sum(event.name == "aten::amax" for event in profiler.events()) == 48 / 8
 
 
 def test_in_bfloat16_one_chunk_computes_what_the_plain_path_does() -> None:
     x, weight, labels = sample(torch.bfloat16)
     expected = plain_loss(x @ weight.t(), labels) / 48
-    total = EAGER.of_linear(x, weight, labels, scale=1 / 48)
+    total = EAGER(x, weight, labels, scale=1 / 48)
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     found_grads, expected_grads = grad(total, (x, weight)), grad(expected, (x, weight))
     for found, right in zip(found_grads, expected_grads, strict=True):
@@ -101,7 +101,7 @@ def test_in_bfloat16_one_chunk_computes_what_the_plain_path_does() -> None:
 def test_without_gradients_none_are_made() -> None:
     x, weight, labels = sample(torch.float32)
     with torch.no_grad():
-        total = EAGER.of_linear(x, weight, labels)
+        total = EAGER(x, weight, labels)
         expected = plain_loss(x @ weight.t(), labels)
     assert not total.requires_grad
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
@@ -109,7 +109,7 @@ def test_without_gradients_none_are_made() -> None:
 
 def test_its_backward_cannot_run_twice() -> None:
     x, weight, labels = sample(torch.float32)
-    total = EAGER.of_linear(x, weight, labels)
+    total = EAGER(x, weight, labels)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         total.backward()
@@ -133,6 +133,6 @@ def test_it_takes_at_most_a_quarter_of_the_memory_of_the_plain_path(compiled, mo
     labels = torch.randint(vocab_size, (1, tokens))
     plain = peak_bytes(lambda x, weight: plain_loss(x @ weight.t(), labels), x, weight)
     ours = CrossEntropy(compiled=compiled)
-    ours.of_linear(x, weight, labels).backward()  # compiles
+    ours(x, weight, labels).backward()  # compiles
     x.grad = weight.grad = None
-    assert peak_bytes(ours.of_linear, x, weight, labels) <= plain / 4
+    assert peak_bytes(ours, x, weight, labels) <= plain / 4

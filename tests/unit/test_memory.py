@@ -136,9 +136,9 @@ def train(rank: Share) -> None:
             measured = step and (last or accum_step)
             with record_function("measured") if measured else nullcontext():
                 if not (rank.tp > 1 and config.parallelism.disable_loss_parallel):
-                    total = model(tokens, partial(cross_entropy.of_linear, labels=labels))
+                    total = model(tokens, partial(cross_entropy, labels=labels))
                 else:
-                    total = cross_entropy.of_logits(model(tokens), labels)
+                    total = cross_entropy(model(tokens), None, labels)
                 with record_function("backward"):
                     total.backward()
         with record_function("measured") if step else nullcontext():

@@ -81,8 +81,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def loss(model: Transformer, tokens: Tensor) -> Tensor:
-    of_linear = CrossEntropy(compiled=False).of_linear
-    total: Tensor = model(tokens, partial(of_linear, labels=tokens, scale=1 / 64))
+    cross_entropy = CrossEntropy(compiled=False)
+    total: Tensor = model(tokens, partial(cross_entropy, labels=tokens, scale=1 / 64))
     return total
 
 

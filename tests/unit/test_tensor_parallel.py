@@ -180,7 +180,7 @@ def count(tp_mesh: DeviceMesh, n_layers: int, recipe: str, mode: str) -> Counts:
         nn.init.zeros_(tensor)
 
     tokens = torch.zeros(1, TOKENS, dtype=torch.long)
-    loss = partial(CrossEntropy(compiled=False).of_linear, labels=tokens)
+    loss = partial(CrossEntropy(compiled=False), labels=tokens)
     with Collectives() as collectives:
         total = model(tokens, loss)
         collectives.of_pass = "backward"

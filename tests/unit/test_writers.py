@@ -18,7 +18,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import MetricsConfig
-from torchtitan_lite.metrics.records import has_validation, last_losses
+from torchtitan_lite.metrics.records import has_validation
 from torchtitan_lite.metrics.writers import ConsoleWriter, JsonlWriter, build_writers, wants_color
 
 LINE = (
@@ -118,7 +118,7 @@ def test_wants_color(monkeypatch, disabled, terminal, env, colored):
     assert wants_color(disabled=disabled) is colored
 
 
-# ----- JsonlWriter, last_losses -----
+# ----- JsonlWriter -----
 
 
 def test_jsonl_line(tmp_path):
@@ -195,16 +195,6 @@ def test_jsonl_files_have_their_own_content_of_each_step_once(tmp_path):
     lossy = w2["grad_output"] | {"sqnr_db": None, "amax": None}
     kinds = {"feed_forward.w2": w2 | {"grad_output": lossy}, "output": output}
     assert lines["numerics"][0] == {"step": 5, "kinds": kinds}
-
-
-def test_last_losses_before_a_resume(tmp_path):
-    writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_step=0)
-    for step in range(1, 31):
-        writer.write(replace(RECORD, step=step, loss=math.nan if step == 20 else float(step)))
-    JsonlWriter(tmp_path / "metrics.jsonl", resume_step=25)
-    losses = last_losses(tmp_path)
-    assert losses[:14] == [*map(float, range(6, 20))] and math.isnan(losses[14])
-    assert losses[15:] == [21.0, 22.0, 23.0, 24.0, 25.0]
 
 
 # ----- build_writers -----

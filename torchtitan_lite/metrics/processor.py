@@ -113,11 +113,9 @@ class MetricsProcessor:
         n_devices: int,
         writers: list[Writer],
         start_tokens: int,
-        earlier_losses: Sequence[float] = (),
         stage_times: StageTimes | None = None,
     ) -> None:
-        """`start_tokens` and `earlier_losses` are the number of tokens and the last logged losses
-        of earlier processes of the run."""
+        """`start_tokens` is the number of tokens of earlier processes of the run."""
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
         self.device, self.n_devices, self.writers = device, n_devices, writers
         self.stage_times = stage_times
@@ -133,7 +131,7 @@ class MetricsProcessor:
 
         # Records.
         self._last_record: StepRecord | None = None
-        self._losses = deque(earlier_losses, maxlen=FINAL_STEPS)
+        self._losses: deque[float] = deque(maxlen=FINAL_STEPS)
         self._validation_loss: float | None = None
         self._tokens = start_tokens  # at the last record
         self._since_record: dict[str, float] = defaultdict(float)  # number of steps, and seconds

@@ -4,8 +4,6 @@ A crash may leave an unfinished last line, and so does a run that is writing one
 leave others. Lines that are no records are left out.
 """
 
-import math
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +12,6 @@ from pydantic import BaseModel, ValidationError
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import Count, read_lines
 from torchtitan_lite.base.logger import logger
-
-from .summary import FINAL_STEPS
 
 
 class Line(BaseModel, strict=True, allow_inf_nan=False):
@@ -48,12 +44,6 @@ def read_records(path: Path) -> Iterator[tuple[bytes, Line]]:
         raise ConfigError(f"{path} {error}, and a run keeps its records there.") from error
     if left_out:
         logger.warning(f"{path}: lines that are no records are left out: {left_out}")
-
-
-def last_losses(dump_folder: Path) -> list[float]:
-    """Return the losses of the last FINAL_STEPS steps in a run's metrics.jsonl; NaN if unknown."""
-    lines = deque(read_records(dump_folder / "metrics.jsonl"), maxlen=FINAL_STEPS)
-    return [math.nan if record.loss is None else record.loss for _, record in lines]
 
 
 def has_validation(dump_folder: Path, step: int) -> bool:

@@ -16,7 +16,7 @@ class Summary:
 
     last: StepRecord
     losses: Sequence[float]
-    """Of the last FINAL_STEPS logged steps, also of those before a resume, nat."""
+    """Of the last FINAL_STEPS logged steps of this process, nat."""
     validation_loss: float | None
     """Of the last validation of this process, nat."""
     tps: float | None

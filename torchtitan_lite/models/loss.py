@@ -64,17 +64,8 @@ class _Call:
 
     scale: float
     with_gradient: bool
-    first_id: int = 0  # token id of this rank's first logit
-    group: dist.ProcessGroup | None = None  # the ranks that share the vocabulary if it is split
-
-
-def _call_on(split: Tensor, *, dim: int, scale: float) -> _Call:
-    """Describe a call on logits or a weight whose dimension `dim` is the vocabulary."""
-    if not isinstance(split, DTensor):
-        return _Call(scale, torch.is_grad_enabled())
-    mesh = split.device_mesh
-    _, offset = compute_local_shape_and_global_offset(split.shape, mesh, split.placements)
-    return _Call(scale, torch.is_grad_enabled(), offset[dim], mesh.get_group())
+    first_id: int  # token id of this rank's first logit
+    group: dist.ProcessGroup | None  # the ranks that share the vocabulary if it is split
 
 
 class CrossEntropy:
@@ -89,21 +80,27 @@ class CrossEntropy:
             map(torch.compile, kernels) if compiled else kernels
         )
 
-    def of_logits(self, logits: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
-        """Return the loss of `labels` [B, S] for `logits` [B, S, V], which may be a DTensor that is
-        split over the vocabulary."""
-        call = _call_on(logits, dim=-1, scale=scale)
-        logits = logits.to_local() if isinstance(logits, DTensor) else logits
-        loss: Tensor = _Loss.apply(logits.flatten(0, 1), None, labels.flatten(), self, call)
-        return loss
-
-    def of_linear(self, x: Tensor, weight: Tensor, labels: Tensor, *, scale: float = 1.0) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor | None, labels: Tensor, *, scale: float = 1.0
+    ) -> Tensor:
         """Return the loss of `labels` [B, S] for the logits x @ weight.t(), x [B, S, D], weight
-        [V, D]. Both may be DTensors: the weight split over the vocabulary, x the same on all."""
-        call = _call_on(weight, dim=0, scale=scale)
-        if isinstance(weight, DTensor):
+        [V, D]; without a weight for the logits `x` [B, S, V].
+
+        The weight, or such logits, may be a DTensor that is split over the vocabulary. Beside such
+        a weight, x is a DTensor that is the same on all ranks."""
+        first_id, group = 0, None
+        split, vocabulary = (x, -1) if weight is None else (weight, 0)
+        if isinstance(split, DTensor):
+            mesh = split.device_mesh
+            _, offset = compute_local_shape_and_global_offset(split.shape, mesh, split.placements)
+            first_id, group = offset[vocabulary], mesh.get_group()
             assert isinstance(x, DTensor), "x is a DTensor if the weight is one"
-            x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()
+            if isinstance(weight, DTensor):
+                x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()
+            else:
+                x = x.to_local()
+
+        call = _Call(scale, torch.is_grad_enabled(), first_id, group)
         loss: Tensor = _Loss.apply(x.flatten(0, 1), weight, labels.flatten(), self, call)
         return loss
 

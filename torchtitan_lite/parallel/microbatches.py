@@ -1,6 +1,7 @@
 """Forward and backward passes of the microbatches of a step."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,12 +37,8 @@ class ModelLoss:
 
         labels = model.shard_sequence(labels, 1)
         if not self._fuses_output:
-            return cross_entropy.of_logits(model(tokens, hidden=hidden), labels, scale=scale)
-
-        def head(x: Tensor, weight: Tensor) -> Tensor:
-            return cross_entropy.of_linear(x, weight, labels, scale=scale)
-
-        return model(tokens, head, hidden)
+            return cross_entropy(model(tokens, hidden=hidden), None, labels, scale=scale)
+        return model(tokens, partial(cross_entropy, labels=labels, scale=scale), hidden)
 
 
 class PlainMicrobatches:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
+from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.run_files import RecordKind
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
@@ -25,7 +25,6 @@ from torchtitan_lite.metrics.base_writer import Writer, WrittenRun
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor
-from torchtitan_lite.metrics.records import last_losses
 from torchtitan_lite.metrics.stage_times import StageTimes
 from torchtitan_lite.metrics.writers import build_writers
 
@@ -194,7 +193,6 @@ def build_metrics(
         n_devices=job.degrees.world_size,
         writers=writers,
         start_tokens=progress.tokens,
-        earlier_losses=on_rank0(lambda: last_losses(job.folder)),
         stage_times=build_stage_times(job, ledger) if job.degrees.pp > 1 else None,
     )
     if config.compile.enable:
