@@ -34,7 +34,6 @@ class Samples:
         job: Job,
         tokenizer: Tokenizer,
         model: nn.Module,
-        *,
         stages: dist.ProcessGroup,
         device: torch.device,
     ) -> None:

@@ -93,7 +93,6 @@ class Trainer:
             job, self.built, self.groups.mesh, device=device, timed=self.metrics.timed
         )
         self.build_optional(tokenizer)
-
         ahead = max(PREFETCHED, job.batch.grad_accum_steps)
         self.prefetched = prefetch(self.batches, device=device, ahead=ahead)
 
@@ -115,10 +114,7 @@ class Trainer:
         if self.config.validation.prompts:
             from .samples import Samples
 
-            stages = self.groups.stages
-            self.samples = Samples(
-                self.job, tokenizer, self.model, stages=stages, device=self.device
-            )
+            self.samples = Samples(self.job, tokenizer, self.model, self.groups.stages, self.device)
 
     def train(self) -> str | None:
         """Train to the last step. Return the signal or time limit that stopped the run, if any."""
