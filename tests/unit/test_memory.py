@@ -323,7 +323,7 @@ def test_step_memory_of_keys_and_values_of_131072_tokens(mode, more):
 def test_step_memory_of_405b_on_512_gpus():
     args = replace(FLAVORS["405B"], max_seq_len=8192)
     most = peak(build_rank(args, (1, 64, 8), batch=2, **FULL, **COMPILED))
-    assert most.name == "backward of the last block"
+    assert most.name == "backward of the second to last block"
     # Matrices are split over tp, norms are not.
     assert most.parameters == (405_849_243_648 // 8 + 253 * 16384) * 4 // 64
     assert 16 * 2**30 < most.total < 32 * 2**30
@@ -334,8 +334,9 @@ def test_step_memory_of_405b_on_512_gpus():
 
 @pytest.mark.parametrize(
     ("schedule", "in_flight"),
-    # Of 8 microbatches on 4 ranks: all; one for each rank behind; a round for each stage but one.
-    [("GPipe", 8), ("1F1B", 4), ("Interleaved1F1B", (4 + 7) / 2)],
+    # Of 8 microbatches on 4 ranks, beside gradients: all but the first; one for each rank; a round
+    # for each stage but one.
+    [("GPipe", 7), ("1F1B", 4), ("Interleaved1F1B", (4 + 7) / 2)],
 )
 def test_job_memory_of_the_microbatches_in_flight(schedule, in_flight):
     keys = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
@@ -346,10 +347,17 @@ def test_job_memory_of_the_microbatches_in_flight(schedule, in_flight):
     job = job_of(Config.model_validate(given), replace(WIDE, n_layers=16), pp=4)
     block = step_memory(build_rank(replace(WIDE, n_layers=1, max_seq_len=TOKENS), batch=1))[0]
     head = 2 * 2 * TOKENS * 256 + 2 * 512 * 256
-    moments = {moment.name: moment for moment in job_memory(job, ())}
-    held = moments["gradients of the first block"].activations - 2 * TOKENS * 256
-    # The backward that is at its first block needs nothing more of its own microbatch.
-    assert held == approx((in_flight - 1) * 4 * (block.activations - head), rel=0.01)
+    ranks = [step_memory(Share(job, (), rank=rank)) for rank in range(4)]
+    assert job_memory(job, ()) == max(ranks, key=lambda of: max(each.total for each in of))
+    moments = [each for each in ranks[0] if each.name == "gradients of the first block"]
+    # The backward that is at its first block needs nothing more of its own microbatch. The others
+    # keep four blocks, and the output that the stage has sent.
+    residual = 2 * TOKENS * 256
+    kept = 4 * (block.activations - head) + residual
+    held = [each.activations - residual for each in moments]
+    before_gradients = 8 if schedule == "GPipe" else in_flight
+    assert held == approx([(before_gradients - 1) * kept, (in_flight - 1) * kept], rel=0.01)
+    assert [each.gradients > 0 for each in moments] == [False, True]
 
 
 # ----- RESERVED_RATIO -----

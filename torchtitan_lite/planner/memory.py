@@ -1,7 +1,7 @@
 """Estimate a rank's memory at the moments of a step at which it can peak, in bytes, from shapes.
 
 In the backward pass activations fall from block to block and gradients grow, so that the peak is at
-its first or its last block, at the loss before it, or at the optimizer's update after it.
+one of its ends, at the loss before it, or at the optimizer's update after it.
 
 Not counted are temporary copies of casts, the CUDA context, buffers of cuBLAS and NCCL, and memory
 that the allocator reserves but does not use: RESERVED_RATIO is for these.
@@ -59,28 +59,11 @@ def job_memory(job: Job, float8_linears: Collection[str]) -> list[Moment]:
 def step_memory(share: Share) -> list[Moment]:
     """Return the moments of a step at which a rank's memory can peak, in order.
 
-    Assumes the last microbatch of a step after the first one, so that optimizer states exist."""
-    tensors = _block_tensors(share)
-    each = _kept_by_blocks(share, tensors)
-    waiting = round((_in_flight(share) - 1) * each)  # of other microbatches
-
-    # At either end of the backward through the blocks: the number of blocks before, and the weights
-    # whose gradients FSDP still scatters.
-    moments = [_loss(share, waiting + each)] if share.has_output else []
-    for name, before, behind in (
-        ("last block", share.blocks - 1, max(share.output, share.block)),
-        ("first block", 0, share.block),
-    ):
-        kept = waiting + each * before // share.blocks
-        there, scattered = _gathered(share, before), _scattered(share, behind)
-        new = _new_gradients(share, share.block, scattered)
-        whole = _whole_gradients(share, (before + 1) * share.block + share.embedding)
-        working = kept + _working(tensors, share)
-        peak, end = f"backward of the {name}", f"gradients of the {name}"
-        moments.append(_moment(share, peak, whole, activations=working, buffers=there + scattered))
-        moments.append(
-            _moment(share, end, whole, activations=kept + share.residual, buffers=there + new)
-        )
+    Assumes the last microbatch of a step after the first one, so that optimizer states exist. A
+    pipeline can also peak at its first backward pass, before there are gradients."""
+    first, later = _in_flight(share)
+    moments = _backward(share, first, has_gradients=False) if share.pipelined else []
+    moments += _backward(share, later, has_gradients=True)
 
     # The embedding's gradient, then the optimizer's update.
     new = _new_gradients(share, share.embedding, _scattered(share, share.block))
@@ -89,16 +72,46 @@ def step_memory(share: Share) -> list[Moment]:
     return [*moments, _moment(share, "optimizer step", _sharded(share, share.weights))]
 
 
+def _backward(share: Share, in_flight: float, *, has_gradients: bool) -> list[Moment]:
+    """Return the moments of a microbatch's backward pass, while the activations of `in_flight`
+    microbatches are kept, with or without gradients of earlier ones."""
+    tensors = _block_tensors(share)
+    each = _kept_by_blocks(share, tensors)
+    sent = 0
+    if share.pipelined:
+        # A stage's input is where it was received, and its output is kept for its gradient. What
+        # an interleaved schedule has sent, it keeps until the step ends.
+        each += share.residual * (share.has_embedding - share.has_output)
+        if _schedule(share) == INTERLEAVED and has_gradients:
+            sent = round((share.microbatches - in_flight) * _received(share))
+    waiting = round((in_flight - 1) * each)  # of other microbatches
+
+    # Memory can peak at the last block, at the one before it, beside which FSDP scatters the last
+    # block's gradients, and at the first.
+    moments = [_loss(share, waiting + each, has_gradients)] if share.has_output else []
+    last = share.blocks - 1
+    blocks = {"last block": last, "second to last block": max(0, last - 1), "first block": 0}
+    for name, before in blocks.items():
+        kept = waiting + each * before // share.blocks
+        scattered = _scattered(share, share.block if before < last else share.output)
+        new = _new_gradients(share, share.block, scattered)
+        there = _gathered(share, before) + sent
+        unscattered = (before + 1) * share.block + share.embedding
+        whole = _whole_gradients(share, unscattered) if has_gradients else 0
+        working = kept + _working(tensors, share)
+        peak, end = f"backward of the {name}", f"gradients of the {name}"
+        moments.append(_moment(share, peak, whole, activations=working, buffers=there + scattered))
+        moments.append(
+            _moment(share, end, whole, activations=kept + share.residual, buffers=there + new)
+        )
+    return moments
+
+
 def _moment(share: Share, name: str, gradients: int, *, buffers: int = 0, **parts: int) -> Moment:
     """Return a moment with the rank's shards of weights and optimizer states."""
     parameters = _sharded(share, share.weights)
     rotary_tables = FLOAT32 * share.model.max_seq_len * share.model.head_dim
-    # torch has a buffer for each microbatch that a stage receives, from either side. Looped
-    # schedules keep what it sends too.
-    sides = 2 * len(share.job.stages) // share.job.degrees.pp
-    sides -= share.has_embedding + share.has_output
-    sides *= 2 if _schedule(share) == INTERLEAVED else 1
-    received = share.microbatches * sides * share.residual if share.pipelined else 0
+    received = share.microbatches * _received(share)  # each in a buffer of its own
     return Moment(
         name,
         parameters,
@@ -107,6 +120,15 @@ def _moment(share: Share, name: str, gradients: int, *, buffers: int = 0, **part
         buffers=rotary_tables + buffers + received,
         **parts,
     )
+
+
+def _received(share: Share) -> int:
+    """Bytes that the rank's stages receive from either side in a microbatch, and as many that they
+    send."""
+    if not share.pipelined:
+        return 0
+    sides = 2 * len(share.job.stages) // share.job.degrees.pp
+    return (sides - share.has_embedding - share.has_output) * share.residual
 
 
 # ----- Weights and gradients -----
@@ -165,21 +187,23 @@ def _whole_gradients(share: Share, weights: int) -> int:
 # ----- Activations -----
 
 
-def _in_flight(share: Share) -> float:
-    """Microbatches whose activations a rank holds at the most, as the orders of
-    torch/distributed/pipelining/schedules.py make them; 1 without a pipeline."""
+def _in_flight(share: Share) -> tuple[float, float]:
+    """Microbatches whose activations a rank holds at the most, at a step's first backward pass and
+    at later ones, as the orders of torch/distributed/pipelining/schedules.py make them; 1 without a
+    pipeline."""
     p, n = share.job.degrees.pp, share.microbatches
     if p == 1:
-        return 1
+        return 1, 1
     name, stages = _schedule(share), len(share.job.stages) / p
+    most: float = p - share.rank
     if name == "GPipe":
-        return n
-    if name != INTERLEAVED:
-        return min(n, p - share.rank)
-    # Interleaved ones warm up with a round of microbatches for each stage but one, then with as
-    # many as the ranks behind need.
-    ahead = 2 * (p - 1 - share.rank) + 1
-    return min(n, ((stages - 1) * min(n, p) + ahead) / stages)
+        most = n
+    if name == INTERLEAVED:
+        # It warms up with a round of microbatches for each stage but one, then with as many as the
+        # ranks behind need.
+        most = ((stages - 1) * min(n, p) + 2 * (p - 1 - share.rank) + 1) / stages
+    # The first backward pass frees what one stage has kept of a microbatch.
+    return min(n, most), min(n - 1 / stages, most)
 
 
 def _schedule(share: Share) -> str:
@@ -262,9 +286,9 @@ def _working(tensors: dict[str, int], share: Share) -> int:
 # ----- The loss -----
 
 
-def _loss(share: Share, held: int) -> Moment:
-    """The moment of the loss, whose gradient replaces the logits [N, V]. An eager loss also has a
-    piece of them in float32."""
+def _loss(share: Share, held: int, has_gradients: bool) -> Moment:
+    """The moment of the loss, beside activations `held` by blocks. Its gradient replaces the logits
+    [N, V]. An eager loss also has a piece of them in float32."""
     width, float8, hidden = share.width, share.config.float8, share.tp * share.residual
     whole = share.tp > 1 and share.config.parallelism.disable_loss_parallel
     logits = share.job.microbatch_tokens * share.model.vocab_size // (1 if whole else share.tp)
@@ -292,7 +316,7 @@ def _loss(share: Share, held: int) -> Moment:
     if share.stays:
         gathered += share.gathered_block * share.blocks if _gathered_width(share) else 0
         gathered += 0 if share.without_fsdp or share.tied else share.width * share.embedding
-    gradients = _whole_gradients(share, share.weights)
+    gradients = _whole_gradients(share, share.weights) if has_gradients else 0
     return _moment(
         share, "loss", gradients, activations=held + kept, logits=working, buffers=gathered
     )
