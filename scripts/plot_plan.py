@@ -46,7 +46,12 @@ def list_bars(file: str, tps: float) -> list[Bar]:
         ["--job.config_file", str(ROOT / "train_configs" / file)], world_size=WORLD_SIZE
     )
     plan = make_plan(config, world_size=WORLD_SIZE, device=find_device("H100 SXM"), tps=tps)
-    flops, peaks, percents = plan["flops_per_token"], plan["peaks"], plan["schedule"]
+    flops, percents, device = plan["flops_per_token"], plan["schedule"], plan["device"]
+    peaks = {
+        "bf16": device["bf16_tflops"],
+        "fp8": device["fp8_tflops"],
+        "arithmetic": percents["arithmetic_peak"],
+    }
     ideal = {
         "mfu": {name: flops[name] / peaks[name] / 1e6 for name in ("fp8", "bf16") if flops[name]}
     }

@@ -68,7 +68,7 @@ def parts_of(found: dict[str, Any]) -> dict[str, float]:
 
 
 def converted(found: dict[str, Any]) -> set[str]:
-    return {row["kind"].partition(".")[2] for row in found["linears"] if row["converted"]}
+    return {row["kind"].partition(".")[2] for row in found["linears"] if not row["kept_because"]}
 
 
 def text_of(found: dict[str, Any]) -> str:
@@ -101,7 +101,7 @@ def assert_in_order(text: str, *parts: str) -> None:
 
 def test_reference_values_of_8b_in_float8():
     found = plan(*FLOAT8_8B)
-    model, flops, peaks = found["model"], found["flops_per_token"], found["peaks"]
+    model, flops, schedule = found["model"], found["flops_per_token"], found["schedule"]
     assert model["parameters"] == PARAMETERS
     assert model["parameters_without_embedding"] == 7_504_924_672
     assert flops["total"] == 57_912_852_480
@@ -109,8 +109,8 @@ def test_reference_values_of_8b_in_float8():
     assert (flops["output"], flops["attention"]) == (3_152_019_456, 12_884_901_888)
     assert (flops["bf16"], flops["fp32"]) == (16_036_921_344, 0)
     assert 100 * flops["fp8"] / flops["total"] == pytest.approx(72.31, abs=0.005)
-    assert peaks["effective"] == pytest.approx(1549.5, abs=0.05)
-    assert peaks["arithmetic"] == pytest.approx(1704.9, abs=0.05)
+    assert schedule["effective_peak"] == pytest.approx(1549.5, abs=0.05)
+    assert schedule["arithmetic_peak"] == pytest.approx(1704.9, abs=0.05)
     expected = {
         "tflops": 450.16,
         "mfu": 29.05,
@@ -118,40 +118,28 @@ def test_reference_values_of_8b_in_float8():
         "mfu_fp8_peak": 22.75,
         "mfu_arithmetic_peak": 26.40,
     }
-    schedule = found["schedule"]
     assert {key: schedule[key] for key in expected} == pytest.approx(expected, abs=0.005)
     assert (schedule["tps"], schedule["origin"]) == (7773, "given")
 
 
-def test_other_reference_values_of_8b():
-    bf16 = plan(*BF16_8B)
+def test_without_float8_and_with_recomputation():
+    bf16, full = plan(*BF16_8B), plan("llama3_8b", mode("full"))
     expected = {"tflops": 364.68, "mfu": 36.87, "mfu_bf16_peak": 36.87}
     assert {key: bf16["schedule"][key] for key in expected} == pytest.approx(expected, abs=0.005)
-    assert bf16["flops_per_token"]["fp8"] == 0
-    causal = plan(*FLOAT8_8B, "--metrics.flops_convention=causal")
-    assert causal["schedule"]["mfu"] == pytest.approx(23.99, abs=0.005)
-    assert causal["flops_per_token"]["total"] / 1e9 == pytest.approx(51.470, abs=5e-4)
-    full = plan("llama3_8b", mode("full"))
     assert full["flops_per_token"]["with_recompute"] / 1e9 == pytest.approx(72.41, abs=0.005)
     assert full["schedule"]["hfu"] > full["schedule"]["mfu"]
-
-    gw_hp = plan("llama3_8b_float8", "--float8.recipe_name=rowwise_with_gw_hp", *NO_GATHER)
-    flops = gw_hp["flops_per_token"]
-    assert 100 * flops["fp8"] / flops["total"] == pytest.approx(48.21, abs=0.005)
-    (wq, *_) = gw_hp["linears"]
-    assert wq["precisions"]["grad_weight"] == "bf16"
 
 
 def test_linears_have_the_shapes_of_a_rank():
     found = plan("llama3_8b_float8", tp(2), "--training.local_batch_size=2")
     rows = {row["kind"]: row for row in found["linears"]}
-    sizes = {kind: (row["m"], row["n"], row["k"]) for kind, row in rows.items()}
-    assert sizes["attention.wk"] == (16384, 512, 4096)
-    assert sizes["feed_forward.w2"] == (16384, 4096, 7168)
+    sizes = {kind: [row["tokens"], *row["local_shape"]] for kind, row in rows.items()}
+    assert sizes["attention.wk"] == [16384, 512, 4096]
+    assert sizes["feed_forward.w2"] == [16384, 4096, 7168]
     assert set(rows["attention.wk"]["precisions"].values()) == {"fp8"}
     output = rows.pop("output")
-    assert output["kept_because"] and not output["converted"]
-    assert all(row["count"] == 32 for row in rows.values())
+    assert output["kept_because"]
+    assert all(len(row["names"]) == 32 for row in rows.values())
 
 
 def test_output_in_float8_is_planned_like_any_other_linear() -> None:
@@ -159,7 +147,7 @@ def test_output_in_float8_is_planned_like_any_other_linear() -> None:
         plan("llama3_8b_float8", f"--float8.convert_output={value}") for value in ("false", "true")
     )
     (row,) = (row for row in found["linears"] if row["kind"] == "output")
-    assert row["converted"] and row["precisions"]["output"] == "fp8"
+    assert not row["kept_because"] and row["precisions"]["output"] == "fp8"
     before, after = kept["flops_per_token"], found["flops_per_token"]
     assert before["total"] == after["total"] == 57_912_852_480
     assert after["fp8"] - before["fp8"] == 3_152_019_456
@@ -173,34 +161,19 @@ def test_tied_embeddings_are_counted_once():
     assert model["parameters"] == model["parameters_without_embedding"] == 1_235_814_400
     assert model["tie_embeddings"] and flops["output"] == 6 * 128256 * 2048
     assert found["memory"]["peak"]["parameters"] == 4 * 1_235_814_400
-    assert found["schedule"]["checkpoint_bytes"] == 12 * 1_235_814_400
+    assert found["model"]["checkpoint_bytes"] == 12 * 1_235_814_400
     assert "1,235,814,400 parameters" in text_of(found)
 
 
-SIZES = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-
-
-@pytest.mark.parametrize(
-    ("values", "parameters"),
-    [
-        ((4096, 32, 32, 32, 11008, 32000), 6_738_415_616),  # Llama 2 7B
-        ((8192, 80, 64, 8, 28672, 32000), 68_976_648_192),  # Llama 2 70B
-    ],
-)
-def test_a_model_without_a_flavor_is_planned_and_named_by_its_keys(values, parameters):
-    sizes = dict(zip(SIZES, values, strict=True))
-    keys = [f"--model.{key}={value}" for key, value in sizes.items()]
+def test_a_model_without_a_flavor_is_planned_and_named_by_its_keys():
+    names = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+    llama_2 = dict(zip(names, (8192, 80, 64, 8, 28672, 32000), strict=True))  # 70B
+    keys = [f"--model.{key}={value}" for key, value in llama_2.items()]
     found = plan("llama3_8b", "--model.flavor=", *keys, "--training.seq_len=4096")
-    assert found["model"].items() >= sizes.items()
-    assert (found["model"]["parameters"], found["request"]["flavor"]) == (parameters, "")
-    title = ", ".join(f"{key} = {value}" for key, value in sizes.items())
+    assert found["model"].items() >= llama_2.items()
+    assert found["model"]["parameters"] == 68_976_648_192
+    title = ", ".join(f"{key} = {value}" for key, value in llama_2.items())
     assert answer(found).startswith(f"{title} on 8 x H100 SXM, predicted: ")
-
-
-def test_a_flavor_is_named_with_the_keys_that_override_it():
-    found = plan("llama3_8b", "--model.n_layers=16", "--model.rope_theta=1e6")
-    assert found["request"]["model"] == "8B, n_layers = 16, rope_theta = 1000000.0"
-    assert (found["request"]["flavor"], found["model"]["n_layers"]) == ("8B", 16)
 
 
 def test_a_document_mask_changes_attention_alone_and_the_report_says_what_is_counted():
@@ -209,10 +182,11 @@ def test_a_document_mask_changes_attention_alone_and_the_report_says_what_is_cou
     )
     changed = {"document_mask": True, "attention_kernel": "flex"}
     assert masked["request"] == plain["request"] | changed
-    for name in ("model", "flops_per_token", "linears", "peaks", "memory"):
+    for name in ("flops_per_token", "linears", "memory"):
         assert masked[name] == plain[name]
     assert parts_of(masked)["attention"] > parts_of(plain)["attention"]
-    assert "document mask (attention counts as if documents were one)" in text_of(masked)
+    said = "With the document mask, attention counts as if documents were one."
+    assert said in text_of(masked) and said not in text_of(plain)
 
 
 @pytest.mark.skipif(version("torch") < "2.13", reason="refused with GQA on torch 2.11")
@@ -220,8 +194,8 @@ def test_what_a_memory_budget_recomputes_is_not_counted_and_the_report_says_so()
     words = ("llama3_8b", "--activation_checkpoint.memory_budget=0.0", RESHARD_DEFAULT)
     none, budget = (plan(*words, mode(name)) for name in ("none", "memory_budget"))
     assert budget["schedule"]["tps"] == none["schedule"]["tps"]
-    assert "memory_budget (the time of what it recomputes is not counted), c" in text_of(budget)
-    assert "is not counted" not in text_of(none)
+    said = "The time of what a memory budget recomputes is not counted."
+    assert said in text_of(budget) and said not in text_of(none)
 
 
 def test_no_tokenizer_is_needed_where_the_flavor_has_a_vocabulary():
@@ -241,7 +215,7 @@ def test_auto_converts_nothing_of_the_debug_model_and_says_why():
     assert all(re.match(r"auto: \d+\.\d\dx the time of bf16", reason) for reason in reasons)
     assert found["prediction"]["speedup"] == 1
     assert "; tensorwise float8 has no linear: " in answer(found)
-    assert "float8 off" not in format_plan(found) and "if on" not in format_plan(found)
+    assert "if on" not in format_plan(found)
 
 
 def test_auto_is_no_slower_than_all_or_none():
@@ -258,10 +232,9 @@ def test_auto_converts_all_seven_of_8b_and_nothing_where_casts_are_not_fused():
 
 def test_a_kind_that_is_converted_in_some_layers_only():
     found = plan("llama3_8b_float8", '--float8.filter_fqns=["layers.0", "layers.1"]')
-    keys = ("converted", "count", "kept_because")
-    rows = [[row[key] for key in keys] for row in found["linears"] if "wq" in row["kind"]]
-    first, second = ([False, 1, f"filter_fqns 'layers.{i}'"] for i in (0, 1))
-    assert rows == [first, second, [True, 30, ""]]
+    rows = {row["kept_because"]: row["names"] for row in found["linears"] if "wq" in row["kind"]}
+    counts = {reason: len(names) for reason, names in rows.items()}
+    assert counts == {"filter_fqns 'layers.0'": 1, "filter_fqns 'layers.1'": 1, "": 30}
     everywhere = plan("llama3_8b_float8")["prediction"]
     assert 1 < found["prediction"]["speedup"] < everywhere["speedup"]
 
@@ -273,7 +246,7 @@ def test_without_float8_the_gain_of_turning_it_on_is_told():
     prediction = plan(*BF16_8B)["prediction"]
     assert prediction["speedup"] > 1.1
     a100 = plan("llama3_8b", device="A100 SXM 80GB")
-    assert (a100["prediction"]["speedup"], a100["peaks"]["fp8"]) == (None, None)
+    assert (a100["prediction"]["speedup"], a100["prediction"]["float8"]) == (None, None)
     assert a100["prediction"]["bf16"]["step_s"] == a100["schedule"]["step_s"]
     assert a100["schedule"]["mfu"] > 0 and a100["schedule"]["mfu_fp8_peak"] is None
 
@@ -286,7 +259,6 @@ def test_keys_of_float8_that_its_recipe_excludes_have_no_effect_while_it_is_off(
 
 
 LAYOUTS = {
-    "one": ("llama3_8b_float8", "--world-size=1"),
     "eight": ("llama3_8b_float8",),
     "off": ("llama3_8b",),
     "replicas": (
@@ -329,15 +301,13 @@ def test_a_layout_of_stages_has_the_range_of_published_ones():
     schedule = found["schedule"]
     assert schedule["tps_range"] == [schedule["tps"] * each for each in SPLIT_RATE_RANGE]
     assert found["prediction"]["bf16"]["waits_s"]["pipeline"] > 0
-    assert "pp 2 x dp_replicate 1 x dp_shard 4" in text_of(found)
+    assert "pp 2 (2 stages, 1F1B) x dp_replicate 1 x dp_shard 4" in text_of(found)
 
 
 def test_links_can_be_given():
     words = ("llama3_8b_float8", "--world-size", "16")
     known = plan(*words)
     slower = plan(*words, "--link", "100", "--network", "10", "--node-devices", "4")
-    given = {"link_gb_s": 100, "network_gb_s": 10, "node_devices": 4}
-    assert slower["request"].items() >= given.items()
     waits = [each["prediction"]["float8"]["waits_s"]["FSDP"] for each in (known, slower)]
     assert waits[1] > waits[0] > 0
     assert "can send 100 GB/s within a node of 4, and 10 to other nodes" in text_of(slower)
@@ -351,13 +321,8 @@ def test_the_command_plans_by_measured_rates(tmp_path):
     file.write_text(json.dumps(about | {"rates": rates}))
     words = ("llama3_8b_float8", "--measured", str(file))
     found = plan(*words)
-    assert {each["name"]: each["value"] for each in found["measured"]} == rates
+    assert {name: value for name, value, _ in found["device"]["measured"]} == rates
     assert found["prediction"]["speedup"] > plan(words[0])["prediction"]["speedup"]
-
-    # Rates are relative to the data sheet's figures.
-    for given in (["--bandwidth", "3"], ["--metrics.peak_tflops_bf16", "900"]):
-        with pytest.raises(ConfigError, match=r"is relative to .*, and the plan to "):
-            plan(*words, *given)
 
 
 # ----- schedule -----
@@ -372,7 +337,6 @@ def test_schedule_follows_from_the_rate():
         "run_gpu_hours": 8 * 1000 * 8192 / 6297 / 3600,
         "days_per_trillion_tokens": 1e12 / 6297 / 8 / 86400,
         "gpu_hours_per_trillion_tokens": 1e12 / 6297 / 3600,
-        "checkpoint_bytes": 12 * PARAMETERS,
     }
     assert {key: schedule[key] for key in expected} == pytest.approx(expected)
 
@@ -382,17 +346,17 @@ def test_costs_at_both_ends_of_the_band():
     schedule = found["schedule"]
     head, *rows = section(found, "Cost at the predicted rate")
     assert head.split() == ["predicted", "slow", "fast"]
-    table = {re.split("  +", row)[0]: numbers(row)[-3:] for row in rows}
+    table = {row.split()[0]: numbers(row)[-3:] for row in rows if len(row.split()) == 4}
     rates = [schedule["tps"], *schedule["tps_range"]]
-    assert table["tokens/s per device"] == [round(rate) for rate in rates]
+    assert table["tps"] == [round(rate) for rate in rates]
     for name, at_one in (
-        ("a step, seconds", 8192),
-        ("10^12 tokens, GPU-hours", 1e12 / 3600),
-        ("10^12 tokens, days", 1e12 / 16 / 86400),
-        ("this run, GPU-hours", 1000 * 8192 * 16 / 3600),
-        ("this run, hours", 1000 * 8192 / 3600),
+        ("step_s", 8192),
+        ("run_gpu_hours", 1000 * 8192 * 16 / 3600),
+        ("days_per_trillion_tokens", 1e12 / 16 / 86400),
     ):
         assert table[name] == pytest.approx([at_one / rate for rate in rates], 5e-3)
+    shares = [rate / rates[0] for rate in rates]
+    assert table["mfu"] == pytest.approx([schedule["mfu"] * share for share in shares], 5e-3)
 
 
 # ----- memory, find_fewest_gpus -----
@@ -402,7 +366,7 @@ def test_memory_is_weighed_against_the_device():
     memory = plan(*FLOAT8_8B)["memory"]
     assert memory["peak"]["parameters"] == PARAMETERS * 4 // 8
     assert memory["peak"]["optimizer_states"] == 2 * memory["peak"]["parameters"]
-    assert memory["fits"] and memory["device_bytes"] == 80 * 2**30
+    assert memory["fits"]
     assert memory["reserved"] == round(1.26 * memory["peak"]["total"])
     alone = plan("llama3_8b", "--world-size", "1")["memory"]
     assert not alone["fits"] and alone["peak"]["optimizer_states"] == 8 * PARAMETERS
@@ -421,31 +385,6 @@ def test_what_does_not_fit_is_planned_anyway_and_what_would_fit_is_named():
     assert hopeless["memory"]["would_fit"] is None
     assert "would fit: no number of GPUs" in text_of(hopeless)
     assert plan(*base, "8")["memory"]["would_fit"] is None
-
-
-def test_131072_tokens_of_8b_fit_8_gpus_with_tensor_parallelism():
-    long = ("llama3_8b", "--training.seq_len=131072")
-    found = plan(*long)
-    flops = found["flops_per_token"]
-    # 6 for each weight of a linear; 12 * layers * dim * seq_len for attention.
-    assert flops["block_linears"] == 6 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    assert flops["output"] == 6 * 128256 * 4096
-    assert flops["attention"] == 12 * 32 * 4096 * 131072 == 206_158_430_208
-    assert flops["total"] == 251_186_380_800
-
-    # Kept for the backward: what each block, the last norm and the projection read, in bf16
-    # [tokens, dim], and the gradients of the projection's input and weight. The logits come in 16
-    # chunks, whose weight gradients are summed in float32.
-    states = 12 * PARAMETERS // 8
-    hidden, output, rotary = 2**30, 128256 * 4096, 2 * 4 * 131072 * 64
-    kept, working = 34 * hidden + 2 * output, hidden + 2 * 2**30 + 4 * output
-    gathered = 2 * 2 * (output + 4096)
-    peak = plan(*long, mode("full"))["memory"]["peak"]
-    if peak["name"] == "loss":
-        assert peak["total"] == states + kept + working + gathered + rotary
-    assert not found["memory"]["fits"] and found["memory"]["would_fit"] > 8
-    for degree, fits in ((1, False), (2, True)):
-        assert plan(*long, mode("full"), tp(degree))["memory"]["fits"] is fits
 
 
 # ----- format_plan -----
@@ -487,6 +426,7 @@ def test_a_given_rate_is_never_called_predicted_and_the_other_way_round():
     # What is off is not promised, and what a device cannot do neither.
     assert "; predicted: tensorwise float8 would help: a step would run at " in answer(off)
     assert section(off, "Time of a step, predicted")[0].endswith("bf16  tensorwise, if on")
+    assert section(off, "Linears if tensorwise float8 were on")
     assert "; the A100 SXM 80GB has no float8" in answer(plan("llama3_8b", device="A100 SXM 80GB"))
 
 
@@ -504,10 +444,10 @@ def test_the_report_names_every_section_and_the_verdict(capsys):
     run_command(["plan", *words, "--device", "NVIDIA H200", "--tps", "9000"])
     text = capsys.readouterr().out
     assert " | ".join(re.findall(r"\n\n(.+)\n---+\n", text)) == (
-        "Run | Time of a step, predicted | Memory of a rank, predicted | Cost at the given rate | "
-        "Linears | MFU at the given rate | Assumed"
+        "Time of a step, predicted | Memory of a rank, predicted | Cost at the given rate | "
+        "Linears | Assumed"
     )
-    figures = ("of 141 GiB); given: 9,000", "float8 helps", "of 1549.5 TFLOPS, each")
+    figures = ("of 141 GiB); given: 9,000", "float8 helps", "of 1,549 TFLOPS, each")
     assert_in_order(text.replace("\n", " "), *figures, "8,030,261,248 parameters", "57,912,852,480")
 
 
@@ -522,31 +462,20 @@ def test_the_report_gives_the_reason_for_each_linear():
     part = plan("llama3_8b", ON, "--float8.recipe_name=rowwise_with_gw_hp")
     (row,) = (row for row in section(part, "Linears") if row.startswith("wq "))
     assert row.endswith("float8, grad_weight in bf16")
-    assert section(plan("llama3_8b"), "Linears if tensorwise float8 were on")
 
 
-WIDE = {
-    "debug_model": ("H100 SXM", 8, mode("none")),
-    "float8_parity": ("A100 SXM 80GB", 1, "--tps=1234"),
-    "llama3_150m": ("RTX 5090", 8, "--model.vocab_size=32000"),
-    "llama3_350m": ("H100 SXM", 1, "--model.vocab_size=32000"),
-    "llama3_1b": ("A100 SXM 80GB", 8, mode("none")),
-    "llama3_8b": ("RTX 5090", 128, mode("none")),
-    "llama3_8b_float8": ("H100 SXM", 64, "--tps=1234"),
-    "llama3_8b_long": ("A100 SXM 80GB", 8, mode("none")),
-    "llama3_70b": ("RTX 5090", 32, "--tps=1234"),
-    "llama3_405b": ("H100 SXM", 512, mode("none")),
-}
-
-
-@pytest.mark.parametrize("config", sorted(path.stem for path in ROOT.glob("train_configs/*.toml")))
-def test_a_report_has_80_columns(config):
-    device, world_size, words = WIDE[config]
-    off = (f"{ON}=false", *NO_GATHER) if device.startswith("A100") else ()
-    found = plan(config, f"--world-size={world_size}", words, *off, device=device)
-    lines = format_plan(found).splitlines()
+@pytest.mark.parametrize(
+    ("config", "device", "words"),
+    [
+        ("debug_model", "H100 SXM", (mode("none"),)),
+        ("float8_parity", "A100 SXM 80GB", ("--tps=1234", f"{ON}=false")),
+        ("llama3_8b_float8", "RTX 5090", ("--world-size=128",)),
+        ("llama3_405b", "H100 SXM", ("--world-size=512", mode("none"))),
+    ],
+)
+def test_a_report_has_80_columns(config, device, words):
+    lines = format_plan(plan(config, *words, device=device)).splitlines()
     assert [line for line in lines if len(line) > 80] == []
-    assert lines[0].startswith(found["request"]["model"][:20])
 
 
 # ----- find_device -----
@@ -565,15 +494,13 @@ def test_a_gpu_without_a_data_sheet_is_planned_by_its_figures():
     known, found = plan(*FLOAT8_8B), plan(*FLOAT8_8B, *figures, device="Q100")
     for name in ("model", "flops_per_token", "memory", "schedule"):
         assert found[name] == known[name]
-    assert found["peaks"] == known["peaks"] | {"device": "Q100", "data_sheet": False}
     said = "No data sheet of the Q100 is known"
-    assert section(found, "Assumed")[0].startswith(said)
-    assert said not in format_plan(known)
-    larger = plan("llama3_8b_float8", "--memory=160", "--bandwidth=7")["peaks"]
+    assert said in text_of(found) and said not in text_of(known)
+    larger = plan("llama3_8b_float8", "--memory=160", "--bandwidth=7")["device"]
     assert (larger["memory_gib"], larger["bandwidth_tb_s"]) == (160, 7)
 
 
-# ----- find_device, check_planned -----
+# ----- check_planned -----
 
 CONFIG = ("--job.config_file", str(ROOT / "train_configs/llama3_8b_float8.toml"))
 MXFP8 = shlex.join(["--float8.recipe_name=mxfp8", *NO_GATHER])
@@ -584,21 +511,17 @@ SCALED = shlex.join(["--float8.recipe_name=rowwise", *NO_GATHER])
     ("words", "message"),
     [
         ("", "--device is needed where there is no GPU; use one of A100 SXM 40GB"),
-        (
-            "--device H100",
-            r"\"H100\" is .* 500W, .* NVL\. Plan .* --bandwidth, --memory and --m",
-        ),
-        ("--device H100SXM", '--device "H100SXM" is not known; use one of H100 SXM'),
-        ("--device '?'", r'--device "\?" is not known; use one of A100 SXM 40GB'),
+        ("--device H100", '"H100" is not known; use .* H100 SXM, .*; plan .* --bandwidth, --mem'),
         ("--device H200 --memory 0", "--memory: 0 must be a number from 1e-06"),
         ("--memory 80GB", "--memory: 80GB must be a number from .*; --help shows"),
         ("--world-size 1,000", "--world-size: 1,000 must be a whole number"),
         ("--device", "--device: expected one argument; --help shows each"),
-        ("--device H200 --bandwidth 1e-320", "--bandwidth: 1e-320 must be a number from 1e-06"),
         ("--device H200 --node-devices 0", "--node-devices: 0 must be a whole number from 1 to"),
         ("--device H200 --network inf", "--network: inf must be a number"),
         ("--device H200 --tps -3", "--tps: -3 must be a number"),
         ("--device H200 --longest --search", "--search: not allowed with argument --longest"),
+        ("--device H200 --tps 5 --search", "--search: not allowed with argument --tps"),
+        ("--device H200 --gpu-hour 2", "--gpu-hour is for --search and --longest; add one"),
         ("--device 'A100 SXM 80GB'", "the A100 SXM 80GB has no float8 matrix units"),
         (f"--device 'H100 SXM' {MXFP8}", "no kernels .* H100 SXM, only for B200, B300, GB200, GB3"),
         (

@@ -50,36 +50,34 @@ def add_arguments(parser: Parser) -> None:
     answer.add_argument("--search", action="store_true", help=text)
     text = "print the longest sequence that fits when 1, 2, 4, 8 or 16 GPUs share each"
     answer.add_argument("--longest", action="store_true", help=text)
-    text = "price of an hour of one GPU, in any currency: a search adds the cost of a run"
+    text = "price of an hour of one GPU, in any currency: searches add the cost of 10^12 tokens"
     option("--gpu-hour", type=positive, metavar="X", help=text)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan, or the answer of a search. Raises RunError."""
     # Imported here because torch takes seconds to import.
-    from torchtitan_lite.planner import report
     from torchtitan_lite.planner.measured import add_measured
     from torchtitan_lite.planner.plan import find_device, make_plan
-    from torchtitan_lite.planner.search import START, Space, make_longest, make_search
+    from torchtitan_lite.planner.report import format_plan, format_search
+    from torchtitan_lite.planner.search import Lengths, Space, make_search
 
-    if options.gpu_hour is not None and not options.search:
-        raise ConfigError(f"--gpu-hour {options.gpu_hour} is for --search; add that, or drop it")
+    is_search = options.search or options.longest
+    if options.gpu_hour is not None and not is_search:
+        raise ConfigError("--gpu-hour is for --search and --longest; add one of them, or drop it")
     words, world_size = options.overrides, options.world_size
-    config = load_config([*words, *(START if options.longest else ())], world_size=world_size)
+    config = load_config(words, world_size=world_size)
     given = {field: getattr(options, field) for field, _ in DATA_SHEET.values()}
     given["node_devices"] = options.node_devices
     device = find_device(options.device, config.metrics, **given)
     if options.measured:
         device = add_measured(device, options.measured)
 
-    space = Space(config, world_size, device, given_keys(words))
-    if options.longest:
-        answer = make_longest(space)
-        text = report.format_longest(answer)
-    elif options.search:
-        answer = make_search(space, gpu_hour=options.gpu_hour)
-        text = report.format_search(answer)
+    if is_search:
+        kind = Lengths if options.longest else Space
+        space = kind(config, world_size, device, given_keys(words))
+        found = make_search(space, gpu_hour=options.gpu_hour)
+        print_answer(options, found, format_search(found))
     else:
-        answer = make_plan(config, world_size=world_size, device=device, tps=options.tps)
-        text = report.format_plan(answer)
-    print_answer(options, answer, text)
+        plan = make_plan(config, world_size=world_size, device=device, tps=options.tps)
+        print_answer(options, plan, format_plan(plan))
