@@ -325,7 +325,7 @@ def test_the_command_plans_by_measured_rates(tmp_path):
     assert found["prediction"]["speedup"] > plan(words[0])["prediction"]["speedup"]
 
 
-# ----- schedule -----
+# ----- plan_schedule -----
 
 
 def test_schedule_follows_from_the_rate():
