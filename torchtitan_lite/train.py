@@ -23,24 +23,19 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.base.collectives import on_rank0
-from torchtitan_lite.base.errors import (
-    STOPPED_EXIT_CODE,
-    RunError,
-)
+from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, RunError
 from torchtitan_lite.base.files import allow_open_files, own_sources
 from torchtitan_lite.base.logger import init_logger, logger
-from torchtitan_lite.catalog.run_files import RECORDS, WANDB_FOLDER
 from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts
 from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
-from torchtitan_lite.config import Config, format_help, load_config, shared_settings
+from torchtitan_lite.config import Config, format_help, load_config, own_names, shared_settings
 from torchtitan_lite.metrics.summary import summary_lines
 from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
 from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.compiler_checks import check_compiler
-from torchtitan_lite.run.outcome import explain
 from torchtitan_lite.run.process_group import (
     check_started_alike,
     end_process,
@@ -61,15 +56,12 @@ def run(config: Config, *, parent: int | None) -> int:
     try:
         stopped_by = join_and_train(config, watchdog, folder)
     except Exception as caught:
-        known = explain(caught, watchdog=watchdog)
-        error = known or RunError(f"{type(caught).__name__}: {caught}")
-        if known is None:
-            error.rank, _ = read_rank()
+        error = watchdog.explain(caught)
         folder.fail(error, watchdog.step)
         watchdog.fail(str(error))
-        if known is None or known is caught:
+        if error is caught or type(error) is RunError:  # an unexpected one has a traceback
             raise
-        raise known from caught
+        raise error from caught
 
     dist.barrier()
     watchdog.close()
@@ -146,22 +138,9 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
     resume = find_resume(checkpoint, folder=checkpoints)
     resumes = resume is not None and resume.path.parent == checkpoints
-    on_rank0(lambda: folder.begin(resumes=resumes, entries=run_entries(config)))
-    folder.started = on_rank0(lambda: folder.started)
+    names = own_names(config)
+    folder.started = on_rank0(lambda: folder.begin(resumes=resumes, names=names))
     return resume
-
-
-def run_entries(config: Config) -> list[str]:
-    """Return the names of the files and folders that this run writes in its run folder."""
-    return [
-        *(f"{record}.jsonl" for record in RECORDS),
-        config.metrics.save_tb_folder,
-        WANDB_FOLDER,
-        config.checkpoint.folder,
-        config.profiling.save_traces_folder,
-        config.profiling.save_memory_snapshot_folder,
-        config.comm.save_traces_folder,
-    ]
 
 
 def finish(trainer: Trainer, *, stopped_by: str | None) -> None:

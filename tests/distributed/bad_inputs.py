@@ -164,7 +164,6 @@ the last checkpoint, the run folder and the logs. `status.json` says the same:
     last checkpoint: outputs/debug_model/checkpoint/step-00000006
     run folder: outputs/debug_model
     logs: outputs/debug_model/logs/2026-11-20T20-53-20-node0
-    the next start continues from the last checkpoint
 
 | exit code | cause | what to do |
 | --- | --- | --- |

@@ -1,6 +1,7 @@
 """The launcher, with a stand-in for the agent; and the shell scripts, with a stand-in for the
 environment's Python that writes down how it is called."""
 
+import errno
 import json
 import os
 import re
@@ -9,19 +10,27 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.errors import ConfigError, RankLostError, StorageError
 from torchtitan_lite.run import launch
-from torchtitan_lite.run.launch import Launch, find_outcome, report_end
+from torchtitan_lite.run.launch import (
+    Launch,
+    find_outcome,
+    make_log_folder,
+    report_end,
+    wait_for_end,
+)
 from torchtitan_lite.run.run_folder import RunFolder
-from torchtitan_lite.run.status import Status
+from torchtitan_lite.run.status import Status, job_name
 from torchtitan_lite.run.supervise import AgentEnd, listen
 
 ROOT = Path(__file__).parents[2]
@@ -360,7 +369,7 @@ def begun(path: Path) -> RunFolder:
     """The folder of a run whose agent is this process's parent, and that has a checkpoint."""
     folder = RunFolder(path)
     folder.lock()
-    folder.begin(resumes=False, entries=())
+    folder.begin(resumes=False, names=())
     folder.update(step=7, last_checkpoint="a/step-00000005")
     folder.close()
     return folder
@@ -385,7 +394,6 @@ def test_a_killed_rank_is_reported_and_ends_the_status(tmp_path, capfd):
         "last checkpoint: a/step-00000005",
         f"run folder: {tmp_path}",
         f"logs: {tmp_path}/logs",
-        "the next start continues from the last checkpoint",
     ]
     status = status_on_file(tmp_path)
     keys = ("state", "cause", "exit_code", "step", "rank")
@@ -410,8 +418,44 @@ def test_an_earlier_status_stays_where_no_worker_began(tmp_path, capfd):
     # A disk that is gone.
     assert report(tmp_path / "gone", AgentEnd(1, 1)) == 1
     lines = capfd.readouterr().err.splitlines()
-    assert lines[1:3] == ["step: 0", "last checkpoint: none"]
-    assert lines[-1] == "the next start starts from step 1"
+    assert lines[1:] == [f"run folder: {tmp_path}/gone", f"logs: {tmp_path}/gone/logs"]
+
+
+# ----- wait_for_end, make_log_folder -----
+
+
+def test_the_end_of_a_run_is_not_another_ones(tmp_path):
+    own = job_name(os.getppid())
+    assert wait_for_end(tmp_path / "gone", since=0, job=own) is None
+    begun(tmp_path).update(step=7, state="done", exit_code=0)
+    started = status_on_file(tmp_path)["started"]
+    assert wait_for_end(tmp_path, since=0, job=own).step == 7
+    assert wait_for_end(tmp_path, since=0, job=None).step == 7  # of rank 0's node
+    assert wait_for_end(tmp_path, since=started + 1, job=own) is None
+    assert wait_for_end(tmp_path, since=0, job=job_name(7)) is None
+
+
+def test_the_end_is_awaited_of_workers_that_outlive_their_agent(tmp_path):
+    folder = begun(tmp_path)
+    folder.lock()
+
+    def end() -> None:
+        folder.fail(RankLostError("the agent is gone"), step=0)
+        folder.close()
+
+    threading.Timer(0.5, end).start()
+    ended = wait_for_end(tmp_path, since=0, job=job_name(os.getppid()))
+    assert ended.cause == "the agent is gone"
+
+
+def test_make_log_folder(tmp_path, monkeypatch):
+    assert (make_log_folder(tmp_path / "run") / "torchrun.log").is_file()
+    with pytest.raises(ConfigError, match='dump_folder = "/dev/null" cannot be written: .*Not a'):
+        make_log_folder(Path("/dev/null"))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "mkdir", Mock(side_effect=full))
+    with pytest.raises(StorageError, match="cannot be written: .*No space left on device"):
+        make_log_folder(tmp_path)
 
 
 # ----- run_agent, main -----

@@ -22,10 +22,10 @@ from torchtitan_lite.base.errors import (
     StorageError,
 )
 from torchtitan_lite.run import run_folder, status
-from torchtitan_lite.run.run_folder import RunFolder, make_log_folder, wait_for_end
-from torchtitan_lite.run.status import job_name, read_status, time_name
+from torchtitan_lite.run.run_folder import RunFolder
+from torchtitan_lite.run.status import read_status, time_name
 
-ENTRIES = ("tb", "checkpoint", "metrics.jsonl")
+NAMES = ("tb", "checkpoint")
 CONFIG = "steps = 1\n"
 STARTED = 1795208000.5
 WRITTEN = ["checkpoint", "config.toml", "metrics.jsonl", "status.json"]
@@ -39,7 +39,7 @@ def locked(path: Path) -> RunFolder:
 
 def open_folder(path: Path, *, resume: bool = False) -> RunFolder:
     folder = locked(path)
-    folder.begin(resumes=resume, entries=ENTRIES)
+    folder.begin(resumes=resume, names=NAMES)
     return folder
 
 
@@ -239,7 +239,7 @@ def refuse(path: Path, match: str, *, resume: bool = False) -> None:
     before, had_status = contents(path), (path / "status.json").exists()
     folder = locked(path)
     with pytest.raises(ConfigError, match=match) as caught:
-        folder.begin(resumes=resume, entries=ENTRIES)
+        folder.begin(resumes=resume, names=NAMES)
     folder.fail(caught.value, step=0)
     folder.close()
     assert contents(path) == before
@@ -253,7 +253,7 @@ def refuse(path: Path, match: str, *, resume: bool = False) -> None:
         (["status.json"], "status.json"),
         (["tb"], "tb"),
         (["checkpoint/step-00000001/weights"], "checkpoint"),
-        (["config.toml", "metrics.jsonl", "notes.txt"], "metrics.jsonl, config.toml"),
+        (["config.toml", "metrics.jsonl", "notes.txt"], "config.toml, metrics.jsonl"),
     ],
 )
 def test_files_without_a_runs_status_are_not_moved_or_replaced(tmp_path, files, named, resume):
@@ -319,7 +319,7 @@ def test_a_kill_at_any_first_write_leaves_a_folder_that_starts_again(tmp_path, m
                 patch.setattr(Path, name, change(getattr(Path, name)))
             patch.setattr(os, "fsync", change(os.fsync))
             with suppress(Killed):
-                folder.begin(resumes=False, entries=ENTRIES)
+                folder.begin(resumes=False, names=NAMES)
                 folder.write_config(CONFIG)
         folder.close()
         open_folder(path).close()
@@ -362,7 +362,7 @@ def test_the_lock_goes_with_its_process(tmp_path):
         "import os, sys; from pathlib import Path\n"
         "from torchtitan_lite.run.run_folder import RunFolder\n"
         "folder = RunFolder(Path(sys.argv[1])); folder.lock()\n"
-        "folder.begin(resumes=False, entries=()); os.kill(os.getpid(), 9)"
+        "folder.begin(resumes=False, names=()); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == -9
     assert status_on_file(tmp_path)["state"] == "running"
@@ -417,38 +417,3 @@ def test_the_lock_file_is_never_read_or_written(tmp_path):
     for path in (tmp_path / "linked", tmp_path / "piped"):
         open_folder(path).close()
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
-
-
-# ----- wait_for_end -----
-
-
-def test_the_end_of_a_run_is_not_another_ones(tmp_path):
-    own = job_name(os.getppid())
-    assert wait_for_end(tmp_path / "gone", since=0, job=own) is None
-    open_folder(tmp_path).update(step=7, state="done", exit_code=0)
-    started = status_on_file(tmp_path)["started"]
-    assert wait_for_end(tmp_path, since=0, job=own).step == 7
-    assert wait_for_end(tmp_path, since=0, job=None).step == 7  # of rank 0's node
-    assert wait_for_end(tmp_path, since=started + 1, job=own) is None
-    assert wait_for_end(tmp_path, since=0, job=job_name(7)) is None
-
-
-def test_the_end_is_awaited_of_workers_that_outlive_their_agent(tmp_path):
-    folder = open_folder(tmp_path)
-
-    def end() -> None:
-        folder.fail(RankLostError("the agent is gone"), step=0)
-        folder.close()
-
-    threading.Timer(0.5, end).start()
-    ended = wait_for_end(tmp_path, since=0, job=job_name(os.getppid()))
-    assert ended.cause == "the agent is gone"
-
-
-def test_make_log_folder(tmp_path, monkeypatch):
-    assert (make_log_folder(tmp_path / "run") / "torchrun.log").is_file()
-    with pytest.raises(ConfigError, match='dump_folder = "/dev/null" cannot be written: .*Not a'):
-        make_log_folder(Path("/dev/null"))
-    monkeypatch.setattr(Path, "mkdir", no_space)
-    with pytest.raises(StorageError, match="cannot be written: .*No space left on device"):
-        make_log_folder(tmp_path)

@@ -1,5 +1,6 @@
 """The watchdog of a rank, in this process; tests/distributed has ranks that are really lost."""
 
+import errno
 import json
 import os
 import re
@@ -16,6 +17,7 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
+from torchtitan_lite.base.errors import DataError, RankLostError, RunError, StorageError
 from torchtitan_lite.run import watchdog
 from torchtitan_lite.run.process_group import connect_store
 from torchtitan_lite.run.watchdog import (
@@ -58,6 +60,44 @@ def post(beats: Sequence[Heartbeat | None], *, at: float) -> None:
 # ----- Watchdog: explain -----
 
 
+MISSING = (errno.ENOENT, "No such file or directory")
+GLOO = "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (OSError(errno.ENOSPC, "Full"), StorageError, "Errno 28. Full; make room"),
+        (
+            FileNotFoundError(*MISSING, b"/runs/a/tb/events"),
+            StorageError,
+            "events.; check the path",
+        ),
+        (OSError(errno.ECONNRESET, "reset"), RunError, "^ConnectionResetError: .*reset"),
+        (RuntimeError(GLOO), RankLostError, "^rank 1 has ended; .*gloo"),
+        (dist.DistBackendError("NCCL error"), RankLostError, "^rank 1 has ended; NCCL error"),
+        (ValueError("gloo"), RunError, "^ValueError: gloo$"),
+        (RuntimeError("shapes differ"), RunError, "^RuntimeError: shapes differ$"),
+        (DataError("no text"), DataError, "^no text$"),
+    ],
+)
+def test_disks_that_fail_and_lost_ranks_are_told_from_other_failures(
+    error, kind, message, served, monkeypatch
+):
+    def explain_loss(dog: Watchdog, error: Exception) -> RankLostError:
+        return RankLostError(f"rank 1 has ended; {error}")
+
+    monkeypatch.setattr(Watchdog, "explain_loss", explain_loss)
+    dog = Watchdog(report=print)
+    known = dog.explain(error)
+    dog.close()
+    assert type(known) is kind and re.search(message, str(known))
+    assert known.rank == (0 if kind is RunError else None)
+
+
+# ----- Watchdog: explain_loss -----
+
+
 @pytest.mark.parametrize(
     ("beats", "alive", "rank", "message"),
     [
@@ -81,11 +121,11 @@ def test_silent_ranks_or_else_those_in_no_collective_are_named(
     try:
         raise RuntimeError("no eth7 in gloo\nframe #0")
     except RuntimeError as error:
-        lost = dog.explain(error)
+        lost = dog.explain_loss(error)
         assert lost.rank == rank
         assert re.search(message, str(lost))
         dog.fail("no text")
-        assert re.match(r"rank 0 \(process .*\): no text$", str(dog.explain(error)))
+        assert re.match(r"rank 0 \(process .*\): no text$", str(dog.explain_loss(error)))
     finally:
         dog.close()
 

@@ -129,6 +129,12 @@ OWN_NAMES = (
 """Keys that name a file or a folder in the run folder."""
 
 
+def own_names(config: Config) -> list[str]:
+    """Return the names of files and folders in the run folder that keys of the config choose."""
+    values = flat_config(config.model_dump())
+    return [values[name] for name in OWN_NAMES]
+
+
 def check_config(config: Config, *, world_size: int) -> list[str]:
     """Return a message for each rule that the config breaks."""
     values = flat_config(config.model_dump())

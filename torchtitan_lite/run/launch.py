@@ -27,8 +27,8 @@ from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError
 from torchtitan_lite.config import load_config
 
 from .compiler_checks import check_compiler
-from .run_folder import make_log_folder, wait_for_end
-from .status import Status, job_name, read_status, write_status
+from .run_folder import take_lock
+from .status import Status, explained, job_name, read_status, time_name, write_status
 from .supervise import AgentEnd, listen, run_agent, say
 
 VARIABLES = """\
@@ -149,6 +149,33 @@ def count_cuda_devices(env: Mapping[str, str]) -> int:
     return sum(line.startswith("GPU") for line in listed.splitlines())
 
 
+def make_log_folder(path: Path) -> Path:
+    """Create a log folder, named after the time and host. Raises ConfigError, StorageError."""
+    folder = path / "logs" / f"{time_name(time.time())}-{socket.gethostname()}"
+    with explained(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "torchrun.log").touch()
+    return folder
+
+
+def wait_for_end(path: Path, *, since: float, job: str | None) -> Status | None:
+    """Return the status of a run whose agent has ended; None if it never began.
+
+    `since` is a time before its start. `job` is its name, or None on nodes other than rank 0's.
+    Workers that outlive a killed agent write their status, then release the lock: wait for it."""
+
+    def read() -> Status | None:
+        status = read_status(path)
+        is_own = status is not None and status.started >= since and job in (None, status.job)
+        return status if is_own else None
+
+    status = read()
+    if status is not None and status.state == "running":
+        with suppress(RunError, OSError):
+            os.close(take_lock(path))
+    return read()
+
+
 def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | None]:
     """Return why a run ended: cause, exit code, and rank at fault, if any.
 
@@ -177,23 +204,17 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
     cause, code, rank = find_outcome(status, end)
     if code == 0:  # the signal came once the run was done
         return code
-    if status is not None and status.exit_code is None:
-        ended = replace(status, state="failed", cause=cause, exit_code=code, rank=rank)
-        with suppress(RunError):  # a full disk: the lines below say the same
-            write_status(path, replace(ended, time=time.time()))
-
-    on_file = read_status(path)
-    step, last_checkpoint = (on_file.step, on_file.last_checkpoint) if on_file else (0, None)
-    effect = "continues from the last checkpoint" if last_checkpoint else "starts from step 1"
-    say(
-        f"exit code {code}: {cause}",
-        *([] if rank is None else [f"rank: {rank}"]),
-        f"step: {step}",
-        f"last checkpoint: {last_checkpoint or 'none'}",
-        f"run folder: {path}",
-        f"logs: {log_dir}",
-        f"the next start {effect}",
-    )
+    lines = [f"exit code {code}: {cause}"]
+    if rank is not None:
+        lines.append(f"rank: {rank}")
+    if status is not None:
+        lines.append(f"step: {status.step}")
+        lines.append(f"last checkpoint: {status.last_checkpoint or 'none'}")
+        if status.exit_code is None:
+            ended = replace(status, state="failed", cause=cause, exit_code=code, rank=rank)
+            with suppress(RunError):  # a full disk: the lines say the same
+                write_status(path, replace(ended, time=time.time()))
+    say(*lines, f"run folder: {path}", f"logs: {log_dir}")
     return code
 
 

@@ -3,7 +3,6 @@
 import os
 import socket
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,6 @@ from torchtitan_lite.config import CommConfig
 
 # NCCL aborts the process, while gloo, whose time-out should come first, raises an error.
 NCCL_EXTRA_SECONDS = 30
-SHOWN_RANKS = 4
 
 
 def read_rank() -> tuple[int, int]:
@@ -64,27 +62,22 @@ def check_started_alike(facts: Mapping[str, str]) -> None:
     them enter."""
     answers = on_all_ranks(lambda: (socket.gethostname(), facts))
     if differences := describe_differences(answers):
-        raise ConfigError(differences)
+        fix = "start every node with the same config, command line and installation."
+        raise ConfigError("\n".join([*differences, fix]))
 
 
-def describe_differences(answers: Sequence[tuple[str, Mapping[str, str]]]) -> str:
-    """Return a line for each fact that differs: its values, and the ranks that have them; "" if
-    none differs. `answers` has each rank's host and facts."""
-    lines = []
-    for name in dict.fromkeys(name for _, facts in answers for name in facts):
-        holders = defaultdict(list)
-        for rank, (host, facts) in enumerate(answers):
-            holders[facts.get(name, "none")].append(f"{rank} on {host}")
-        for ranks in holders.values():
-            if len(ranks) > SHOWN_RANKS:
-                ranks[SHOWN_RANKS:] = [f"{len(ranks) - SHOWN_RANKS} more"]
-        if len(holders) > 1:
-            values = [f"{value} (rank {', '.join(ranks)})" for value, ranks in holders.items()]
-            lines.append(f"{name} differs between ranks: {'; '.join(values)}")
-
-    if lines:
-        lines.append("start every node with the same config, command line and installation.")
-    return "\n".join(lines)
+def describe_differences(answers: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """Return a line for each fact that differs, which compares rank 0 with the first rank that has
+    another value. `answers` has each rank's host and facts."""
+    host0, facts0 = answers[0]
+    lines: dict[str, str] = {}
+    for rank, (host, facts) in enumerate(answers):
+        for name in {**facts0, **facts}:
+            value0, value = facts0.get(name, "none"), facts.get(name, "none")
+            if value != value0:
+                other = f"{value0} (rank 0 on {host0}); {value} (rank {rank} on {host})"
+                lines.setdefault(name, f"{name} differs between ranks: {other}")
+    return list(lines.values())
 
 
 def init_distributed(comm: CommConfig) -> torch.device:

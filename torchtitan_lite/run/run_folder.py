@@ -1,13 +1,12 @@
 """The run folder: lock it for one run at a time, move earlier runs aside, and keep status.json.
 
-What is a run's in a folder, its status.json alone decides. A run writes it before any other file,
-and a later run moves it last. Without one nothing in the folder is moved or replaced; and a run to
-which it does not belong any more writes nothing.
+Whose a folder is, its status.json alone decides. A run writes it before any other file, and a later
+run moves it last. Without one nothing in the folder is moved or replaced; and a run to which it
+does not belong any more writes nothing.
 """
 
 import fcntl
 import os
-import socket
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -18,6 +17,7 @@ from typing import Any
 from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError, StorageError
 from torchtitan_lite.base.files import lock_file, replace_file
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.catalog.run_files import RUN_FILES, SAVE_REQUEST
 
 from .status import STATUS_FILE, Status, explained, job_name, read_status, time_name, write_status
 
@@ -26,6 +26,8 @@ RESTARTED = {RunError.exit_code, RankLostError.exit_code, StorageError.exit_code
 the user has stopped it."""
 CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
+STAYS = {LOCK_FILE, SAVE_REQUEST, "logs", "previous"}
+"""Of RUN_FILES, what a later run does not move."""
 LOCK_SECONDS = 10.0  # how long a new run waits: workers of a killed agent take seconds to end
 
 
@@ -47,7 +49,7 @@ class RunFolder:
         disk fails, and the previous attempt's error if that was final."""
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = _take_lock(self.path)
+            self._lock = take_lock(self.path)
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             return False
         earlier = read_status(self.path)
@@ -62,17 +64,18 @@ class RunFolder:
         self.started = earlier.started
         return True
 
-    def begin(self, *, resumes: bool, entries: Iterable[str]) -> None:
-        """Set the status to "running".
+    def begin(self, *, resumes: bool, names: Iterable[str]) -> float:
+        """Set the status to "running". Return when the run started.
 
-        A new run moves an earlier run's `entries` (names within the folder), config.toml and
-        status.json to previous/<its start time>/. Other files, empty folders and links to empty
+        A new run moves an earlier run's RUN_FILES and `names`, of what the config names, to
+        previous/<its start time>/, status.json last. Other files, empty folders and links to empty
         folders stay. A run that resumes moves nothing, and keeps the step and the last checkpoint
         of the status. Raises ConfigError if there are files that no run wrote or that cannot move,
         StorageError if the disk fails."""
         before = read_status(self.path)
+        others = sorted(RUN_FILES - STAYS - {STATUS_FILE})
         with explained(self.path):
-            found = _occupied(self.path, [*entries, CONFIG_FILE, STATUS_FILE])
+            found = _occupied(self.path, [*names, *others, STATUS_FILE])
             if before is None and found:
                 raise ConfigError(
                     f'[job] dump_folder = "{self.path}" holds {", ".join(found)}, and no valid '
@@ -81,6 +84,7 @@ class RunFolder:
             if before is not None and not resumes:
                 _move_to_previous(self.path, found, started=before.started)
         self._begin(before if resumes else None)
+        return self.started
 
     def _begin(self, before: Status | None) -> None:
         """Set the status to "running", with the progress of the run `before`."""
@@ -132,40 +136,13 @@ class RunFolder:
             self.update(step=step, state="failed", **ended)
 
     def close(self) -> None:
-        """Release the lock."""
-        assert self._lock is not None, "rank 0 has locked it"
+        """Release the lock, which this process must have."""
+        assert self._lock is not None
         os.close(self._lock)
         self._lock = None
 
 
-def make_log_folder(path: Path) -> Path:
-    """Create a log folder, named after the time and host. Raises ConfigError, StorageError."""
-    folder = path / "logs" / f"{time_name(time.time())}-{socket.gethostname()}"
-    with explained(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "torchrun.log").touch()
-    return folder
-
-
-def wait_for_end(path: Path, *, since: float, job: str | None) -> Status | None:
-    """Return the status of a run whose agent has ended; None if it never began.
-
-    `since` is a time before its start. `job` is its name, or None on nodes other than rank 0's.
-    Workers that outlive a killed agent write their status, then release the lock: wait for it."""
-
-    def read() -> Status | None:
-        status = read_status(path)
-        is_own = status is not None and status.started >= since and job in (None, status.job)
-        return status if is_own else None
-
-    status = read()
-    if status is not None and status.state == "running":
-        with suppress(RunError, OSError):
-            os.close(_take_lock(path))
-    return read()
-
-
-def _take_lock(path: Path) -> int:
+def take_lock(path: Path) -> int:
     """Lock the folder's lock file until the process ends, and return its descriptor. Raises
     ConfigError if another run still has it after LOCK_SECONDS."""
     lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
@@ -188,28 +165,26 @@ def _take_lock(path: Path) -> int:
     )
 
 
-def _occupied(path: Path, entries: Iterable[str]) -> list[str]:
-    """Return the `entries` that exist, except folders, and links to folders, that are empty or only
+def _occupied(path: Path, names: Iterable[str]) -> list[str]:
+    """Return the `names` that exist, except folders, and links to folders, that are empty or only
     have hidden files, such as the draft of a killed save."""
 
     def is_empty(folder: Path) -> bool:
         return folder.is_dir() and all(file.name.startswith(".") for file in folder.iterdir())
 
-    return [
-        entry for entry in entries if os.path.lexists(path / entry) and not is_empty(path / entry)
-    ]
+    return [name for name in names if os.path.lexists(path / name) and not is_empty(path / name)]
 
 
-def _move_to_previous(path: Path, entries: list[str], *, started: float) -> None:
-    """Move the earlier run's `entries` to a folder in previous/, named after its start time.
+def _move_to_previous(path: Path, names: list[str], *, started: float) -> None:
+    """Move the earlier run's `names` to a folder in previous/, named after its start time.
     Raises ConfigError for a link, because its target would not move."""
-    if links := [entry for entry in entries if (path / entry).is_symlink()]:
+    if links := [name for name in names if (path / name).is_symlink()]:
         raise ConfigError(
             f'[job] dump_folder = "{path}" holds {links[0]}, and files behind a link cannot move '
             "to previous/; move that elsewhere, or name another folder."
         )
     target = path / "previous" / time_name(started)
-    for entry in entries:
-        (target / entry).parent.mkdir(parents=True, exist_ok=True)
-        (path / entry).rename(target / entry)
-    logger.info(f"moved the files of an earlier run in {path} to {target}: {', '.join(entries)}")
+    for name in names:
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).rename(target / name)
+    logger.info(f"moved the files of an earlier run in {path} to {target}: {', '.join(names)}")

@@ -7,18 +7,19 @@ and looks at the others. The store may never answer, so another thread decides:
 | lost | what ends this process |
 | --- | --- |
 | torchrun, or its store for 30 s | the thread, with exit code 6 |
-| a rank, in a collective | the collective fails, at once or by its time-out: `explain` |
+| a rank, in a collective | the collective fails, at once or by its time-out: `explain_loss` |
 | a rank, while others wait outside of collectives | the rank before it calls `fail` |
 | a rank that has called `fail` | this process has 10 s to end by itself; then as for torchrun |
 | a signal asks to stop before all ranks have joined | the thread, with exit code 75 |
 
-`explain` kills a silent rank on the same host: a stopped process acts on no other signal, and
+`explain_loss` kills a silent rank on the same host: a stopped process acts on no other signal, and
 torchrun would wait for it. The threads count ticks, not seconds, so that a job that is suspended as
 a whole goes on when it is continued. Once a stop was asked for, the loss of torchrun or of its
 store ends nothing: the same signals may have ended torchrun, and the ranks save without it.
 """
 
 import atexit
+import errno
 import json
 import math
 import os
@@ -36,7 +37,13 @@ from types import CodeType
 
 import torch.distributed as dist
 
-from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, RankLostError
+from torchtitan_lite.base.errors import (
+    STOPPED_EXIT_CODE,
+    RankLostError,
+    RunError,
+    StorageError,
+)
+from torchtitan_lite.base.files import DISK_FULL, storage_fix
 from torchtitan_lite.base.logger import logger
 
 from .process_group import connect_store, read_rank
@@ -49,6 +56,7 @@ EXTRA_SECONDS = 10  # longer than a collective may take: its failure says more t
 LOOK_SECONDS = 3.0  # a rank is silent if its heartbeat does not change for this long
 STORE_SECONDS = 2.0  # for the store to answer
 SHOWN_RANKS = 8
+DISK_ERRORS = DISK_FULL | {errno.EIO, errno.EROFS, errno.ESTALE}
 FAILURE_KEY, HEARTBEAT_KEY = "watchdog/failure", "watchdog/heartbeat/{}"
 
 
@@ -88,7 +96,7 @@ class Watchdog:
         self.stop_signal = StopSignal(kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
         self.deadline, self.deadline_cause = math.inf, ""  # Unix seconds; asks to stop as a signal
         self.step, self._phase = 0, "start"
-        self._torchrun = os.getppid() if parent is None else parent
+        self._torchrun = parent or os.getppid()
         self._main_thread = threading.get_ident()
         self._failed_in = ""  # place of the collective that has failed
         self._failure = ""  # that a rank has reported
@@ -103,7 +111,7 @@ class Watchdog:
         atexit.register(self.close)
 
     def at(self, step: int, phase: str) -> None:
-        """Note that the main thread now does `phase` of `step`. Costs next to nothing."""
+        """Note that the main thread now does `phase` of `step`."""
         self.step, self._phase = step, phase
 
     def stop_requested(self) -> int:
@@ -115,7 +123,24 @@ class Watchdog:
         """Return the name of what asked to stop on any rank, by the number that ranks agreed on."""
         return self.deadline_cause if number == signal.SIGALRM else signal.Signals(number).name
 
-    def explain(self, error: BaseException) -> RankLostError:
+    def explain(self, error: Exception) -> RunError:
+        """Return the RunError that names the cause of `error` and the fix; a plain RunError for an
+        unexpected error of this rank."""
+        if isinstance(error, RunError):
+            return error
+        if isinstance(error, OSError) and (error.errno in DISK_ERRORS or error.filename):
+            return StorageError(f"{error}; {storage_fix(error)}.")
+
+        # When a rank is killed or hangs, a collective raises an error of NCCL, of the store, or of
+        # gloo, which names its source files in its messages.
+        in_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        if isinstance(error, dist.DistError) or in_gloo:
+            return self.explain_loss(error)
+        unexpected = RunError(f"{type(error).__name__}: {error}")
+        unexpected.rank = self._rank
+        return unexpected
+
+    def explain_loss(self, error: Exception) -> RankLostError:
         """Return why the collective failed that raised `error`: the failure that another rank has
         reported; else the silent ranks; else the ranks in no collective. The first of these ranks
         is the error's `rank`. Takes LOOK_SECONDS. Kills silent processes of this host."""
@@ -171,7 +196,6 @@ class Watchdog:
         """End this process once it cannot go on. Never waits for the store."""
         failed_ticks = 0
         while not self._closed.is_set():
-            # A stop may be asked for before the ranks join; torchrun or its store may be gone.
             if self.stop_signal.received:
                 if not dist.is_initialized():
                     self._end("stopped by a signal before the ranks joined", STOPPED_EXIT_CODE)
@@ -224,14 +248,6 @@ class Watchdog:
             place = self._failed_in or describe_place(frame.f_code, frame.f_lineno)
         pid, host = os.getpid(), socket.gethostname()
         return Heartbeat(pid, host, time.time(), self.step, self._phase, place)
-
-
-def is_rank_loss(error: BaseException) -> bool:
-    """Return whether a collective failed or timed out, as when another rank is killed or hangs:
-    an error of NCCL, of the store, or of gloo, which names its source files in its messages."""
-    return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo" in str(error).lower()
-    )
 
 
 def read(store: dist.Store, key: str) -> str:
