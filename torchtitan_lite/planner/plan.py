@@ -97,9 +97,10 @@ def make_plan(
         in_float8 = build_workload(_turn_on_float8(job, config.float8.filter_fqns), device=device)
         counted = build_meta_model(in_float8.job, choices=in_float8.choices)
 
-    schedule = plan_schedule(work, device, tps)
+    request, schedule = plan_request(work, device), plan_schedule(work, device, tps)
+    request["float8_recipe"] = config.float8.recipe_name if on else None  # even if no linear gains
     return {
-        "request": _plan_request(work, device, on=on),
+        "request": request,
         "device": asdict(device) | {"data_sheet": lookup_device(device.name) is not None},
         "model": _plan_model(job, meta),
         "flops_per_token": _plan_flops(meta.ledger),
@@ -124,19 +125,26 @@ def _turn_on_float8(job: Job, filter_fqns: Sequence[str]) -> Job:
     )
 
 
-# ----- Sections of a plan -----
+# ----- Sections of a plan; the first two are of the layouts of a search, too -----
 
 
-def plan_layout(work: Workload) -> dict[str, Any]:
-    """Return the settings of a run that a search can choose."""
+def plan_request(work: Workload, device: DeviceSpec) -> dict[str, Any]:
+    """Return the settings of a run that decide its time and memory."""
     job, config = work.job, work.job.config
     return {
+        "model": job.model_name,
+        "device": device.name,
+        "world_size": job.degrees.world_size,
+        "layout": job.layout(),
         **asdict(job.degrees),
         **asdict(job.batch),
         "seq_len": config.training.seq_len,
+        "steps": config.training.steps,
+        "document_mask": config.training.document_mask,
         "activation_checkpoint": config.activation_checkpoint.label,
         "fsdp_reshard_after_forward": config.parallelism.fsdp_reshard_after_forward,
         "float8_recipe": config.float8.recipe_name if work.converted else None,
+        "attention_kernel": work.roofline(device).runs_attention_in,
     }
 
 
@@ -163,20 +171,6 @@ def plan_schedule(work: Workload, device: DeviceSpec, tps: float | None = None) 
         "run_gpu_hours": run_hours * world_size,
         "days_per_trillion_tokens": trillion_hours / 24,
         "gpu_hours_per_trillion_tokens": trillion_hours * world_size,
-    }
-
-
-def _plan_request(work: Workload, device: DeviceSpec, *, on: bool) -> dict[str, Any]:
-    job, config = work.job, work.job.config
-    return plan_layout(work) | {
-        "model": job.model_name,
-        "device": device.name,
-        "world_size": job.degrees.world_size,
-        "layout": job.layout(),
-        "steps": config.training.steps,
-        "document_mask": config.training.document_mask,
-        "float8_recipe": config.float8.recipe_name if on else None,  # even if no linear gains
-        "attention_kernel": work.roofline(device).runs_attention_in,
     }
 
 

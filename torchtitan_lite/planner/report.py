@@ -240,7 +240,7 @@ def format_search(search: Plan) -> str:
         for columns in (LAYOUT, figures)
     ]
     kept = f" Kept as given: {', '.join(request['kept'])}." if request["kept"] else ""
-    title = "{found} of {model} on {world_size} x {device}".format_map(request)
+    title = "{found} of {model} on {world_size} x {device}".format_map({**request, **first})
     notes = NOTES.format_map(request) + kept
     return "\n\n".join([_wrap(title), *tables, _wrap(notes), _options(first["changes"])])
 

@@ -26,7 +26,7 @@ from torchtitan_lite.config.job import Job, TokenizerValues, build_job
 from torchtitan_lite.float8.selection import AUTO
 
 from .auto import choose_work, name_kept
-from .plan import check_planned, find_fewest_gpus, plan_layout, plan_schedule
+from .plan import check_planned, find_fewest_gpus, plan_request, plan_schedule
 from .workload import Workload, build_workload, tokenizer_values
 
 SHOWN = 5  # layouts in the answer
@@ -68,11 +68,6 @@ class Candidate:
     work: Workload
     reserved_gib: float
     tps: float  # 0 if the memory does not fit
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a sequence."""
-        return self.work.job.config.training.seq_len
 
 
 @dataclass(frozen=True)
@@ -228,7 +223,11 @@ def find_candidates(space: Space) -> list[Candidate]:
         return each.work.job.config.float8.enable_float8_linear and not each.work.converted
 
     found = [each for each in found if not repeats_bf16(each)] or found
-    return sorted(found, key=lambda each: (-each.seq_len, -each.tps, each.reserved_gib))
+
+    def order(each: Candidate) -> tuple[float, ...]:
+        return -each.work.job.config.training.seq_len, -each.tps, each.reserved_gib
+
+    return sorted(found, key=order)
 
 
 def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any]:
@@ -255,9 +254,6 @@ def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any
     return {
         "request": {
             "found": space.found,
-            "model": fitting[0].work.job.model_name,
-            "device": space.device.name,
-            "world_size": space.world_size,
             "memory_gib": space.device.memory_gib,
             "kept": list(space.kept),
             "fitting": len(fitting),
@@ -273,7 +269,7 @@ def _describe(candidate: Candidate, space: Space, gpu_hour: float | None) -> dic
     gpu_hours = schedule["gpu_hours_per_trillion_tokens"]
     own, settings = flatten(space.config), flatten(work.job.config)
     return {
-        **plan_layout(work),
+        **plan_request(work, space.device),
         **schedule,
         "waits_pct": 100 * sum(step.waits_s.values()) / step.step_s,
         "reserved_gib": candidate.reserved_gib,
