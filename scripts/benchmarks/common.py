@@ -155,7 +155,7 @@ def torchrun(words: Sequence[str], *, processes: int, python: str = sys.executab
 
 def environment(**changes: str) -> dict[str, str]:
     """This process's environment with `changes`, and one thread a process unless it is set."""
-    return {"OMP_NUM_THREADS": "1", **os.environ, "NO_COLOR": "1", **changes}
+    return {"OMP_NUM_THREADS": "1", **os.environ, **changes}
 
 
 def run_config(

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchtitan_lite.base.logger import init_logger
 from torchtitan_lite.config import load_config
-from torchtitan_lite.metrics.clock import HostEvent
+from torchtitan_lite.metrics.hardware import HostEvent
 from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.process_group import end_process, init_distributed

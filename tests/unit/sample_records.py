@@ -48,7 +48,8 @@ NO_RECORDS = [
 
 
 def written_run(folder: Path, **changes: Any) -> WrittenRun:
-    """A new run on rank 0, which writes no more than its metrics."""
-    run: dict[str, Any] = {"rank": 0, "total_steps": 30, "resume_step": 0, "records": ["metrics"]}
-    run |= {"config_toml": "[training]\nseq_len = 64\n"}
-    return WrittenRun(folder=folder, **(run | {"hparams": {"flavor": "8B"}} | changes))
+    """A new run on rank 0 without numerics."""
+    run = {"rank": 0, "total_steps": 30, "resume_step": 0, "has_numerics": False}
+    return WrittenRun(
+        folder=folder, **(run | {"config_toml": "[training]\nseq_len = 64\n"} | changes)
+    )

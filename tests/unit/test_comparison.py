@@ -140,7 +140,7 @@ def test_the_torn_line_of_a_live_run_is_left_out(runs: list[Path]) -> None:
 
 def test_a_run_without_a_step_is_refused(runs: list[Path]) -> None:
     (runs[1] / "metrics.jsonl").write_text('{"step": 1, "tok')
-    with pytest.raises(ConfigError, match=r"float8/metrics\.jsonl: no step has been logged"):
+    with pytest.raises(ConfigError, match=r"float8 has no metrics\.jsonl with a logged step"):
         read_runs(runs)
 
 
@@ -185,7 +185,7 @@ def test_a_path_that_is_no_run_is_refused_without_waiting(runs, tmp_path, kind) 
         path.symlink_to("/dev/zero")
     elif kind == "folder":
         path.mkdir()
-    reason = "No such file" if kind in ("missing", "empty folder") else "is not a regular file"
+    reason = "has no metrics.jsonl" if kind in ("missing", "empty folder") else "not a regular file"
     with pytest.raises(ConfigError, match=reason):
         read_runs([*runs, path.parent])
 

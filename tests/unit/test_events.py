@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from torchtitan_lite.metrics.clock import HostEvent, record_cuda_event
+from torchtitan_lite.metrics.hardware import HostEvent, record_cuda_event
 
 # ----- HostEvent, record_cuda_event -----
 

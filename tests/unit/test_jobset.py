@@ -36,7 +36,7 @@ def test_jobset_makes_each_pod_a_node_of_one_run(jobset):
     assert words[:2] == ["torchtitan-lite", "train"]
     name, (nodes,) = page["metadata"]["name"], page["spec"]["replicatedJobs"]
     for node_rank in range(job["completions"]):
-        run = Launch(env | {"NODE_RANK": str(node_rank)}, words[2:], on_terminal=False)
+        run = Launch(env | {"NODE_RANK": str(node_rank)}, words[2:])
         assert (run.nnodes, run.node_rank) == (job["completions"], node_rank)
         # A pod's host name is JOBSET-JOB-REPLICA-INDEX, and the subdomain the JobSet's.
         assert run.endpoint.partition(":")[0] == f"{name}-{nodes['name']}-0-0.{name}"
@@ -56,7 +56,7 @@ def test_jobset_makes_each_pod_a_node_of_one_run(jobset):
 def test_jobset_gives_a_stopped_run_time_to_save_and_restarts_it_without_limit(jobset):
     page, job, container = jobset
     pod = job["template"]["spec"]
-    run = Launch({"CUDA_VISIBLE_DEVICES": ""}, [], on_terminal=False)
+    run = Launch({"CUDA_VISIBLE_DEVICES": ""}, [])
     timeout = run.worker_env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
     assert pod["terminationGracePeriodSeconds"] >= int(timeout)
 

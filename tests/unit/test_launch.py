@@ -229,7 +229,7 @@ SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 def asked(*overrides: str, **env: str) -> Launch:
     """The launch that some variables describe, on a machine without GPUs unless they name some."""
-    return Launch({"CUDA_VISIBLE_DEVICES": "", **env}, overrides, on_terminal=True)
+    return Launch({"CUDA_VISIBLE_DEVICES": "", **env}, overrides)
 
 
 @pytest.mark.parametrize(
@@ -274,9 +274,9 @@ def test_number_of_processes_and_threads_that_sleep_on_cpu(env, ngpu, policy):
 def test_number_of_processes_is_the_number_of_gpus(nvidia_smi, ngpu, tmp_path, monkeypatch):
     executable(tmp_path / "nvidia-smi", f"#!/bin/sh\n{nvidia_smi}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert Launch({}, [], on_terminal=False).ngpu == ngpu
+    assert Launch({}, []).ngpu == ngpu
     monkeypatch.setenv("PATH", "")
-    assert Launch({}, [], on_terminal=False).ngpu == 2
+    assert Launch({}, []).ngpu == 2
 
 
 def test_variables_of_workers(monkeypatch):
@@ -288,14 +288,12 @@ def test_variables_of_workers(monkeypatch):
         SHUTDOWN: "600",
         "PYTHONUNBUFFERED": "1",
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank${rank}] ",
-        "FORCE_COLOR": "1",
     }
     for text, ranks in (("0, 1", "0,1"), (" ", "0")):
         assert asked(LOG_RANK=text).worker_env["LOG_RANK"] == ranks
     chosen = {"LOG_RANK": "1", "OMP_NUM_THREADS": "9", SHUTDOWN: "45"}
     assert asked(**chosen, NGPU="8").worker_env.items() >= chosen.items()
     assert asked(NGPU="8").worker_env["OMP_NUM_THREADS"] == "1"
-    assert "FORCE_COLOR" not in Launch({}, [], on_terminal=False).worker_env
 
 
 def test_the_agent_is_told_of_one_node_and_of_several():

@@ -271,17 +271,20 @@ def test_totals_of_a_pipeline_exclude_the_first_step_and_time_outside_of_steps()
         return run.train_step(1.0)
 
     train_step(100.0)
-    assert run.metrics.own_times()[1:] == [0, 0, 0, 0]
+    own = run.metrics.own_times()
+    assert own[1:] == [1, 305.0, 200.0, 100.0]
+    ranks = [[1, 1, 305, 100, 200], own]  # the baseline
+    run.metrics.stage_times.exchanged(torch.tensor(ranks, dtype=torch.float64))
     for seconds in (3.0, 5.0, 7.0):
         train_step(seconds)
         with run.metrics.outside_step("validation", step=run.step), run.metrics.timed("stage 1"):
             run.device.now += 50.0
     memory_gib, *times = run.metrics.own_times()
-    assert times == [3, 60.0, 30.0, 15.0]
+    assert times == [4, 365.0, 230.0, 115.0]
     assert memory_gib > 0.01
 
     # What all ranks exchanged is in the next record: 3 steps of 20 s, 10 and 15 s of which compute.
-    ranks = [[1, 3, 60, 15, 15], [2, *times]]
+    ranks = [[1, 4, 365, 115, 215], [2, *times]]
     run.metrics.stage_times.exchanged(torch.tensor(ranks, dtype=torch.float64))
     train_step(9.0)
     record = train_step(11.0)

@@ -19,7 +19,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.metrics.records import has_validation
-from torchtitan_lite.metrics.writers import ConsoleWriter, JsonlWriter, build_writers, wants_color
+from torchtitan_lite.metrics.writers import ConsoleWriter, JsonlWriter, build_writers
 
 LINE = (
     "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  "
@@ -27,9 +27,9 @@ LINE = (
 )
 
 
-def build(folder: Path, metrics: MetricsConfig | None = None, **options):
-    """Build the writers of rank 0 of a new run, unless `options` say otherwise."""
-    return build_writers(metrics or MetricsConfig(), written_run(folder, **options))
+def build(folder: Path, *, rank: int = 0, **metrics):
+    """Build the writers of a new run."""
+    return build_writers(MetricsConfig(**metrics), written_run(folder, rank=rank))
 
 
 def read_lines(path) -> list[dict]:
@@ -47,7 +47,7 @@ def write_steps(writer, steps) -> None:
 
 
 def test_console_lines(notices):
-    writer = ConsoleWriter(total_steps=30, color=False)
+    writer = ConsoleWriter(total_steps=30)
     writer.write(RECORD)
     writer.write(RECORD)
     writer.write(replace(RECORD, step=9))
@@ -76,12 +76,12 @@ def test_console_lines(notices):
     ],
 )
 def test_console_line_with(notices, changes, old, new):
-    ConsoleWriter(total_steps=30, color=False).write(replace(RECORD, **changes))
+    ConsoleWriter(total_steps=30).write(replace(RECORD, **changes))
     assert notices.messages == [LINE.replace(old, new) + "warm-up"]
 
 
 def test_console_shows_the_casts_that_lost_most(notices):
-    writer = ConsoleWriter(total_steps=30, color=False)
+    writer = ConsoleWriter(total_steps=30)
     writer.write_numerics(12, NUMERICS)
     good = {"sqnr_db": 31.46, "sqnr_db_layer": 0, "underflow": 0.0, "saturation": 0.0}
     writer.write_numerics(15, {"output": {"input": good}})
@@ -91,52 +91,28 @@ def test_console_shows_the_casts_that_lost_most(notices):
     ]
 
 
-def test_console_line_in_color(notices):
-    ConsoleWriter(total_steps=30, color=True).write(RECORD)
-    (line,) = notices.messages
-    assert line.startswith("\033[31mstep 12/30\033[0m  \033[32mloss 5.4321\033[0m  ")
-    assert re.sub("\033\\[(0|3[1-6])m", "", line) == LINE + "warm-up"
-
-
-@pytest.mark.parametrize(
-    ("disabled", "terminal", "env", "colored"),
-    [
-        (False, True, {}, True),
-        (False, False, {}, False),
-        (False, False, {"FORCE_COLOR": "1"}, True),
-        (False, False, {"FORCE_COLOR": ""}, False),
-        (False, True, {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False),
-        (False, True, {"NO_COLOR": ""}, True),
-        (True, True, {"FORCE_COLOR": "1"}, False),
-    ],
-)
-def test_wants_color(monkeypatch, disabled, terminal, env, colored):
-    for name in ("NO_COLOR", "FORCE_COLOR"):
-        os.environ.pop(name, None)
-    os.environ.update(env)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
-    assert wants_color(disabled=disabled) is colored
-
-
 # ----- JsonlWriter -----
 
 
 def test_jsonl_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    writer = JsonlWriter(path, resume_step=0)
+    writer = JsonlWriter(tmp_path, resume_step=0)
     writer.write(RECORD)
     writer.write_scalars(12, {"validation_loss": 5.5})
     assert path.read_text() == (  # before it is closed
         '{"step": 12, "tokens": 49152, "epochs": {"pystdlib": 0.75}, "loss": 5.43211, '
         '"loss_max": 5.9, "grad_norm": 1.2345, "lr": 0.0008, '
-        '"skipped_steps": 0, "tps": 2345.4, "tflops": 0.0812, "mfu": 41.24, "mfu_bf16_peak": 8.1, '
-        '"mfu_fp8_peak": null, "mfu_achievable": 44.5, "hfu": 50.5, "step_time_s": 1.25, '
-        '"data_time_s": 0.0025, "memory_gib": 0.93, "time": 1700000000.0}\n'
+        '"skipped_steps": 0, "tps": 2345.4, "tflops": 0.0812, "mfu": 41.24, '
+        '"mfu_documents": null, "mfu_bf16_peak": 8.1, "mfu_fp8_peak": null, '
+        '"mfu_achievable": 44.5, "hfu": 50.5, "attention_imbalance": null, "bubble_pct": null, '
+        '"stage_time_s": null, "stage_mfu": null, "step_time_s": 1.25, '
+        '"data_time_s": 0.0025, "memory_gib": 0.93, "memory_pct": null, "memory_max_gib": null, '
+        '"memory_max_rank": null, "data_time_pct": 0.2, "time": 1700000000.0}\n'
     )
 
 
 def test_jsonl_line_with_documents_and_with_numbers_that_are_not_finite(tmp_path):
-    writer = JsonlWriter(tmp_path / "metrics.jsonl", resume_step=0)
+    writer = JsonlWriter(tmp_path, resume_step=0)
     documents = {"mfu_documents": 30.5, "attention_imbalance": 1.25}
     infinite = {"loss": math.nan, "tps": math.inf, "tflops": -math.inf}
     for changes in ({}, documents, {**infinite, "grad_norm": 0.0}):
@@ -149,10 +125,10 @@ def test_jsonl_line_with_documents_and_with_numbers_that_are_not_finite(tmp_path
 @pytest.mark.parametrize("torn", NO_RECORDS, ids=range(len(NO_RECORDS)))
 def test_jsonl_has_each_step_once_after_a_crash(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
-    write_steps(JsonlWriter(path, resume_step=0), range(1, 11))
+    write_steps(JsonlWriter(tmp_path, resume_step=0), range(1, 11))
     with path.open("ab") as file:
         file.write(torn)
-    write_steps(JsonlWriter(path, resume_step=6), range(7, 9))
+    write_steps(JsonlWriter(tmp_path, resume_step=6), range(7, 9))
     lines = [(line["step"], line["loss"]) for line in read_lines(path)]
     assert lines == [(step, step) for step in range(1, 9)]
     assert list(tmp_path.iterdir()) == [path]
@@ -160,30 +136,28 @@ def test_jsonl_has_each_step_once_after_a_crash(tmp_path, torn):
 
 def test_jsonl_survives_a_crash_while_it_is_cut(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
-    write_steps(JsonlWriter(path, resume_step=0), range(1, 11))
+    write_steps(JsonlWriter(tmp_path, resume_step=0), range(1, 11))
     before = path.read_text()
     monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("no more power")))
     with pytest.raises(OSError, match="no more power"):
-        JsonlWriter(path, resume_step=6)
+        JsonlWriter(tmp_path, resume_step=6)
     assert path.read_text() == before
 
 
 def test_jsonl_files_have_their_own_content_of_each_step_once(tmp_path):
-    contents = ("metrics", "validation", "numerics", "samples")
     texts = [{"prompt": "a", "text": "\n"}, {"prompt": "b"}]
     for resume_step, steps in ((0, (5, 10)), (5, (10, 15))):
-        for content in contents:
-            path = tmp_path / f"{content}.jsonl"
-            writer = JsonlWriter(path, resume_step=resume_step, kind=content)
-            for step in steps:
-                writer.write(replace(RECORD, step=step))
-                writer.write_scalars(step, {"checkpoint_s": 1.0})
-                writer.write_scalars(step, {"validation_loss": 5.5 if step > 5 else math.nan})
-                writer.write_numerics(step, NUMERICS)
-                writer.write_samples(step, texts)
-            writer.flush()
-            writer.close(SUMMARY)
+        writer = JsonlWriter(tmp_path, resume_step=resume_step)
+        for step in steps:
+            writer.write(replace(RECORD, step=step))
+            writer.write_scalars(step, {"checkpoint_s": 1.0})
+            writer.write_scalars(step, {"validation_loss": 5.5 if step > 5 else math.nan})
+            writer.write_numerics(step, NUMERICS)
+            writer.write_samples(step, texts)
+        writer.flush()
+        writer.close(SUMMARY)
 
+    contents = ("metrics", "validation", "numerics", "samples")
     lines = {content: read_lines(tmp_path / f"{content}.jsonl") for content in contents}
     steps = [[line["step"] for line in each] for each in lines.values()]
     assert steps == [[5, 10, 15]] * 3 + [[5, 5, 10, 10, 15, 15]]
@@ -200,16 +174,14 @@ def test_jsonl_files_have_their_own_content_of_each_step_once(tmp_path):
 # ----- build_writers -----
 
 
-@pytest.mark.parametrize(("numerics", "left"), [(True, False), (False, True), (False, False)])
-def test_numerics_jsonl_exists_where_it_is_written_and_an_old_one_is_cut(tmp_path, numerics, left):
-    path = tmp_path / "numerics.jsonl"
-    if left:
-        path.write_text('{"step": 10}\n{"step": 20}\n')
-    contents = ["metrics", "numerics"] if numerics else ["metrics"]
-    for writer in build(tmp_path, records=contents, resume_step=10):
-        writer.close(None)
-    assert path.exists() is (numerics or left) and not (tmp_path / "samples.jsonl").exists()
-    assert not left or path.read_text() == '{"step": 10}\n'
+def test_a_file_exists_once_it_has_a_line_and_an_old_one_is_cut(tmp_path):
+    (tmp_path / "numerics.jsonl").write_text('{"step": 10}\n{"step": 20}\n')
+    writer = JsonlWriter(tmp_path, resume_step=10)
+    assert [path.name for path in tmp_path.iterdir()] == ["numerics.jsonl"]
+    assert (tmp_path / "numerics.jsonl").read_text() == '{"step": 10}\n'
+    assert not has_validation(tmp_path, 10)
+    writer.write(RECORD)
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "numerics.jsonl"}
 
 
 @pytest.mark.parametrize(
@@ -223,16 +195,15 @@ def test_numerics_jsonl_exists_where_it_is_written_and_an_old_one_is_cut(tmp_pat
 )
 def test_several_writers_at_once(tmp_path, monkeypatch, notices, keys, rank, own):
     wandb = FakeWandb(monkeypatch)
-    metrics = MetricsConfig(**keys)
-    for writer in build(tmp_path, metrics, rank=rank):
+    for writer in build(tmp_path, rank=rank, **keys):
         write_steps(writer, [1, 2])
     records = tmp_path / "metrics.jsonl"
     written = [line["step"] for line in read_lines(records)] if records.exists() else None
     assert (len(notices.messages), written) == ((2, [1, 2]) if rank == 0 else (0, None))
-    events = EventAccumulator(str(tmp_path / metrics.save_tb_folder / own)).Reload()
+    events = EventAccumulator(str(tmp_path / keys.get("save_tb_folder", "tb") / own)).Reload()
     assert [point.step for point in events.Scalars("memory/max_reserved(GiB)")] == [1, 2]
 
-    assert (tmp_path / "wandb").exists() == bool(wandb.runs) == metrics.enable_wandb
+    assert (tmp_path / "wandb").exists() == bool(wandb.runs) == ("enable_wandb" in keys)
     for run in wandb.runs:
         folder = tmp_path / "wandb" / own if own else tmp_path
         name = f"{tmp_path.name}/{own}" if own else tmp_path.name
@@ -255,7 +226,7 @@ def test_curves_whose_folder_is_something_else_are_left_out(tmp_path, notices, m
     FakeWandb(monkeypatch)
     for name in ("tb", "wandb"):
         make(tmp_path / name)
-    writers = build(tmp_path, MetricsConfig(enable_wandb=True))
+    writers = build(tmp_path, enable_wandb=True)
     assert [type(writer) for writer in writers] == [ConsoleWriter, JsonlWriter]
     warnings = [record.getMessage() for record in notices.records]
     assert [re.match("(.*) failed .*Error: .*/(tb|wandb)", each)[1] for each in warnings] == [
@@ -265,9 +236,10 @@ def test_curves_whose_folder_is_something_else_are_left_out(tmp_path, notices, m
 
 
 def test_without_tensorboard(tmp_path):
-    writers = build(tmp_path, MetricsConfig(enable_tensorboard=False))
+    writers = build(tmp_path, enable_tensorboard=False)
     assert [type(writer) for writer in writers] == [ConsoleWriter, JsonlWriter]
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert list(tmp_path.iterdir()) == []
+    assert build(tmp_path, rank=1) == []
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -291,7 +263,7 @@ def test_tensorboard_is_left_out_if_its_disk_is_full(tmp_path, monkeypatch, noti
 
 def test_only_curves_are_spare_when_a_disk_is_full(tmp_path, monkeypatch):
     console, records, curves = build(tmp_path)
-    records._file.write = Mock(side_effect=FULL)
+    records._files["metrics"] = Mock(write=Mock(side_effect=FULL))
     fill_tensorboards_disk(monkeypatch, 0)
     for writer in (records, curves):
         with pytest.raises(OSError, match="No space left on device"):

@@ -7,7 +7,7 @@ field `sha256` is the hash of all other fields, so that damage is noticed.
 import hashlib
 import json
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -48,15 +48,6 @@ def regular_size(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("is not a regular file")
     return found.st_size
-
-
-def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a regular file, with their ends; one that is longer than MAX_JSON_BYTES in
-    pieces. Raises ValueError for a pipe or a device, and OSError if the file cannot be read."""
-    regular_size(path)
-    with path.open("rb") as file:
-        while line := file.readline(MAX_JSON_BYTES):
-            yield line
 
 
 def strict_json(value: Any, *, indent: int | None = None) -> str:

@@ -11,11 +11,10 @@ logger = logging.getLogger("torchtitan_lite")
 
 
 class _Formatter(logging.Formatter):
-    """Cleans each record, except one with a field `clean`: it has colours, and is clean already."""
+    """Cleans each record of what could control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return text if hasattr(record, "clean") else clean(text)
+        return clean(super().format(record))
 
 
 def init_logger(stream: TextIO | None = None) -> None:

@@ -91,8 +91,6 @@ class MetricsConfig(Section):
     """Write TensorBoard curves."""
     save_tb_folder: Name = "tb"
     """Folder of the TensorBoard files, within job.dump_folder."""
-    disable_color_printing: bool = False
-    """Print step lines without colour, as without a terminal or with NO_COLOR set."""
     save_for_all_ranks: bool = False
     """Every rank writes TensorBoard curves and a wandb run, with its own memory; else rank 0."""
     enable_wandb: bool = False

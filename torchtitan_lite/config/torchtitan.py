@@ -72,7 +72,7 @@ FOREIGN: dict[str, Accepted] = {
     "mx.moe_fqns_prototype": ANY,
     "quantize.grouped_mm.float8.*": ANY,
     "quantize.grouped_mm.mx.*": ANY,
-    "metrics.enable_color_printing": ANY,
+    "metrics.*_color_printing": ANY,
     "checkpoint.interval_type": ("steps",),
     "checkpoint.create_seed_checkpoint": OFF,
     "checkpoint.initial_load_in_hf_quantized": OFF,

@@ -1,11 +1,9 @@
 """What every writer is given: the run that it writes about, its records, and the outcome."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from torchtitan_lite.catalog.run_files import RecordKind
 
 from .figures import CAST_FIGURES, CastErrors, StepRecord
 from .summary import Summary
@@ -22,10 +20,8 @@ class WrittenRun:
     resume_step: int
     """The step after which the run goes on; 0: a new run."""
     config_toml: str
-    hparams: Mapping[str, bool | float | str]
-    """Values by which runs are compared; each run has the same names."""
-    records: Collection[RecordKind]
-    """Those that it writes."""
+    has_numerics: bool
+    """Whether the casts to float8 are measured."""
 
 
 class Writer:

@@ -19,10 +19,6 @@ class Figure:
     unit: str = ""
     tag: str = ""
     """TensorBoard tag, torchtitan's where it has one; empty: no curve."""
-    in_json: bool = True
-    """Whether metrics.jsonl and wandb have it; if not, only TensorBoard and the console do."""
-    optional: bool = False
-    """Whether metrics.jsonl leaves it out, instead of writing null, where it is unknown."""
 
 
 def format_mfu(mfu: float | None, *, approximate: bool) -> str:
@@ -59,7 +55,7 @@ class StepRecord:
         "utilisation, each matmul at its own precision's peak", "%", "mfu(%)")]
     mfu_documents: Annotated[float | None, Figure(
         "`mfu` with attention within documents only, under `training.document_mask`", "%",
-        "mfu_documents(%)", optional=True)] = None
+        "mfu_documents(%)")] = None
     mfu_bf16_peak: Annotated[float | None, Figure(
         "utilisation, all FLOPs at the bf16 peak", "%", "mfu_bf16_peak(%)")]
     mfu_fp8_peak: Annotated[float | None, Figure(
@@ -70,16 +66,16 @@ class StepRecord:
         "`mfu` with the recomputation by activation checkpointing", "%", "hfu(%)")]
     attention_imbalance: Annotated[float | None, Figure(
         "attention within documents of each microbatch's busiest rank, over the mean", "",
-        "attention_imbalance", optional=True)] = None
+        "attention_imbalance")] = None
     bubble_pct: Annotated[float | None, Figure(
         "share of a pipeline's time in which a rank does not compute, mean of all ranks", "%",
-        "pipeline/bubble_pct", optional=True)] = None
+        "pipeline/bubble_pct")] = None
     stage_time_s: Annotated[Mapping[int, float] | None, Figure(
         "computing of each pipeline stage in a step; the stage's number ends the tag", "s",
-        "pipeline/stage_time_s", optional=True)] = None
+        "pipeline/stage_time_s")] = None
     stage_mfu: Annotated[Mapping[int, float] | None, Figure(
         "`mfu` of each pipeline stage while it computes; its number ends the tag", "%",
-        "pipeline/stage_mfu", optional=True)] = None
+        "pipeline/stage_mfu")] = None
     step_time_s: Annotated[float, Figure(
         "from the end of the previous step to this one's, with the wait for data", "s",
         "time_metrics/end_to_end(s)")]
@@ -89,14 +85,14 @@ class StepRecord:
         "rank 0's peak so far: reserved by torch on a GPU, resident on CPU", "GiB",
         "memory/max_reserved(GiB)")]
     memory_pct: Annotated[float | None, Figure(
-        "`memory_gib` of a GPU's memory", "%", "memory/max_reserved(%)", in_json=False)]
+        "`memory_gib` of a GPU's memory", "%", "memory/max_reserved(%)")]
     memory_max_gib: Annotated[float | None, Figure(
         "`memory_gib` of the rank with the highest, with pipelines", "GiB",
-        "memory/max_of_ranks(GiB)", optional=True)] = None
+        "memory/max_of_ranks(GiB)")] = None
     memory_max_rank: Annotated[int | None, Figure(
-        "which rank that is", "", "memory/max_rank", optional=True)] = None
+        "which rank that is", "", "memory/max_rank")] = None
     data_time_pct: Annotated[float, Figure(
-        "`data_time_s` of `step_time_s`", "%", "time_metrics/data_loading(%)", in_json=False)]
+        "`data_time_s` of `step_time_s`", "%", "time_metrics/data_loading(%)")]
     time: Annotated[float, Figure("when the step was logged, Unix time", "s")]
     # fmt: on
     approximate_mfu: bool = False
@@ -104,17 +100,15 @@ class StepRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the line of metrics.jsonl."""
-        return {
-            name: getattr(self, name)
-            for name, figure in STEP_FIGURES.items()
-            if figure.in_json and not (figure.optional and getattr(self, name) is None)
-        }
+        return {name: getattr(self, name) for name in STEP_FIGURES}
 
     def known(self) -> dict[str, float]:
-        """Return the figures that are known, by name; one with several values as epochs/STORE."""
+        """Return the figures beside the step that are known, by name; one with several values as
+        epochs/STORE."""
         known: dict[str, float] = {}
-        for name in STEP_FIGURES:
-            value = getattr(self, name)
+        for name, value in self.to_json().items():
+            if name == "step":
+                continue
             if isinstance(value, Mapping):
                 known |= {f"{name}/{key}": x for key, x in value.items()}
             elif value is not None:

@@ -1,4 +1,4 @@
-"""The device's peak FLOPS, given, published or measured, and the memory that the run takes of it.
+"""The device: its peak FLOPS, given, published or measured, its memory, and its clock.
 
 A CPU's peak is measured at each start, by all ranks at once: the best of many short matmuls on one
 thread, times the threads that the rank can run. A matmul of a millisecond ends between two
@@ -149,6 +149,29 @@ def device_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return f"CPU: {next(models, platform.machine())}, {len(usable_cores())} cores"
+
+
+class HostEvent:
+    """The `torch.cuda.Event` of a CPU, which is never behind: a call returns when it is done."""
+
+    def __init__(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        return 1000 * (end.time_s - self.time_s)
+
+
+def record_cuda_event() -> torch.cuda.Event:
+    """Record an event in the current stream; times between such events are the device's."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def synchronize(device: torch.device) -> None:

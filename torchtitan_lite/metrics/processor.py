@@ -20,10 +20,9 @@ from torch import Tensor
 from torchtitan_lite.base.errors import NumericError
 
 from .base_writer import Writer
-from .clock import HostEvent, record_cuda_event
-from .figures import BETWEEN_STEPS, CastErrors, StepRecord
+from .figures import CastErrors, StepRecord
 from .flops import FlopsLedger, compute_rates
-from .hardware import Peaks, peak_memory_gib, total_memory_gib
+from .hardware import HostEvent, Peaks, peak_memory_gib, record_cuda_event, total_memory_gib
 from .stage_times import StageTimes
 from .summary import FINAL_STEPS, Summary
 from .writers import warn_left_out
@@ -133,11 +132,13 @@ class MetricsProcessor:
         self._last_record: StepRecord | None = None
         self._losses: deque[float] = deque(maxlen=FINAL_STEPS)
         self._validation_loss: float | None = None
-        self._tokens = start_tokens  # at the last record
-        self._since_record: dict[str, float] = defaultdict(float)  # number of steps, and seconds
-        self._totals: dict[str, float] = defaultdict(float)  # the same, of all steps but the first
         self._steady_tps = array("d")  # of each record but the first; 8 bytes a record
-        self._times = {"training": 0.0, "data": 0.0, "compile": 0.0}
+        self._tokens = start_tokens  # at the last record
+
+        # Sums over the steps: their number, the seconds of their spans, and the averaged values.
+        self._totals: defaultdict[str, float] = defaultdict(float)
+        self._recorded = self._totals.copy()  # at the last record
+        self._outside_s: defaultdict[str, float] = defaultdict(float)
 
     # ----- The clock -----
 
@@ -172,7 +173,9 @@ class MetricsProcessor:
 
         self._began = self.record_event()
         self._began.synchronize()
-        self._write_time(step, name, began.elapsed_time(self._began) / 1000)
+        seconds = began.elapsed_time(self._began) / 1000
+        self._outside_s[name] += seconds
+        self.write_scalars(step, {f"{name}_s": seconds})
 
     # ----- Steps -----
 
@@ -204,17 +207,14 @@ class MetricsProcessor:
         previous = self._last_record
         while self._pending and self._pending[0].arrives.query():
             ended = self._pending.popleft()
-            self._since_record["steps"] += 1
-            for name, began, end in ended.spans:
-                seconds = began.elapsed_time(end) / 1000
-                self._since_record[name] += seconds
-                self._totals[name] += seconds
             self._totals["steps"] += 1
+            for name, began, end in ended.spans:
+                self._totals[name] += began.elapsed_time(end) / 1000
 
             values = ended.values()
             for name in AVERAGED:
                 if (value := getattr(values, name)) is not None:
-                    self._since_record[name] += value
+                    self._totals[name] += value
             if (consecutive := int(values.consecutive_skips)) > self.skips.consecutive:
                 loss, grad_norm = float(values.loss), float(values.grad_norm)
                 self.skips = Skips(consecutive, ended.step, loss, grad_norm)
@@ -233,18 +233,16 @@ class MetricsProcessor:
     def _write_record(self, ended: _EndedStep, values: StepValues) -> None:
         """Write the record of the steps since the last one, of which `ended` is the newest."""
         # Only training counts for rates.
-        since, self._since_record = self._since_record, defaultdict(float)
+        totals, recorded = self._totals.copy(), self._recorded
+        since = defaultdict(float, {name: totals[name] - recorded[name] for name in totals})
+        self._recorded = totals
         steps, data_s, compile_s = since["steps"], since["data"], since["compile"]
         training_s = since["step"] - data_s - compile_s
-        self._times["training"] += training_s
-        self._times["data"] += data_s
 
         tokens, self._tokens = values.tokens - self._tokens, values.tokens
         tps = tokens / training_s / self.n_devices
         step_time_s, data_time_s = (training_s + data_s) / steps, data_s / steps
-        if self._last_record is None:
-            self._totals.clear()
-        else:
+        if self._last_record is not None:
             self._steady_tps.append(tps)
 
         memory_gib, total_gib = peak_memory_gib(self.device), total_memory_gib(self.device)
@@ -275,7 +273,7 @@ class MetricsProcessor:
         self._losses.append(record.loss)
         self._tell(lambda writer: writer.write(record))
         if compile_s:
-            self._write_time(ended.step, "compile", compile_s)
+            self.write_scalars(ended.step, {"compile_s": compile_s})
 
     def log_numerics(self, step: int, casts: CastErrors) -> None:
         """Write the errors of the casts of the last step. Waits for the device."""
@@ -294,11 +292,6 @@ class MetricsProcessor:
         if samples:
             self._tell(lambda writer: writer.write_samples(step, samples))
 
-    def _write_time(self, step: int, name: str, seconds: float) -> None:
-        assert f"{name}_s" in BETWEEN_STEPS, f"{name}_s is missing in figures.BETWEEN_STEPS"
-        self._times[name] = self._times.get(name, 0.0) + seconds
-        self.write_scalars(step, {f"{name}_s": seconds})
-
     def progress(self, *, last_step: int) -> dict[str, float | None]:
         """Return loss, tps and mfu of the last record, if there is one, and the seconds from it to
         `last_step`, which are not known while it includes warm-up."""
@@ -316,13 +309,15 @@ class MetricsProcessor:
         mfu = None
         if tps is not None:
             mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks)["mfu"]
+        step_s, data_s, compile_s = (self._totals[name] for name in ("step", "data", "compile"))
+        times_s = {"training": step_s - data_s - compile_s, "data": data_s, "compile": compile_s}
         return Summary(
             last=self._last_record,
             losses=tuple(self._losses),
             validation_loss=self._validation_loss,
             tps=tps,
             mfu=mfu,
-            times_s=dict(self._times),
+            times_s=times_s | self._outside_s,
         )
 
     def close(self) -> None:

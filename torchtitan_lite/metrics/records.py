@@ -1,4 +1,4 @@
-"""Read the records of a run, its files of JSON lines.
+"""Read the records of a run from its files of JSON lines, each of which may be missing.
 
 A crash may leave an unfinished last line, and so does a run that is writing one; a damaged disk may
 leave others. Lines that are no records are left out.
@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.base.jsonfile import Count, read_lines
+from torchtitan_lite.base.jsonfile import MAX_JSON_BYTES, Count, regular_size
 from torchtitan_lite.base.logger import logger
 
 
@@ -28,20 +28,26 @@ class Line(BaseModel, strict=True, allow_inf_nan=False):
 
 
 def read_records(path: Path) -> Iterator[tuple[bytes, Line]]:
-    """Yield each line of a file that is a record, as bytes and as what is read of it.
+    """Yield each line of a file that is a record, as bytes and as what is read of it; nothing if
+    there is no file.
 
     Raises ConfigError for anything but a regular file, and OSError if it cannot be read."""
-    left_out = 0
+    if not path.exists():
+        return
     try:
-        for line in read_lines(path):
+        regular_size(path)
+    except ValueError as error:
+        raise ConfigError(f"{path} {error}, and a run keeps its records there.") from error
+
+    left_out = 0
+    with path.open("rb") as file:
+        while line := file.readline(MAX_JSON_BYTES):
             try:
                 record = Line.model_validate_json(line)
             except ValidationError:
                 left_out += 1
             else:
                 yield line, record
-    except ValueError as error:
-        raise ConfigError(f"{path} {error}, and a run keeps its records there.") from error
     if left_out:
         logger.warning(f"{path}: lines that are no records are left out: {left_out}")
 

@@ -46,6 +46,8 @@ class StageTimes:
         """Take the values that `own` returned on all ranks, [P * R, 3 + V]."""
         self._memory_gib = ranks[:, 0]
         self._totals = ranks[:, 1:].view(len(self._rank_stages), -1, ranks.shape[1] - 1)
+        if not self._recorded[..., 0].all():  # each rank's first step is warm-up
+            self._recorded = self._totals
 
     def figures(self, step_tokens: float, peaks: Peaks) -> dict[str, Any]:
         """Return figures of StepRecord over the steps since the last call, with `step_tokens` each;

@@ -1,4 +1,4 @@
-"""TensorBoard curves and their pages, the run's config, and values to compare runs by."""
+"""TensorBoard curves and their pages, generated texts, and the run's config."""
 
 import re
 import shlex
@@ -37,16 +37,14 @@ class TensorBoardWriter(Writer):
 
     spare = "TensorBoard"
 
-    def __init__(self, run: WrittenRun, *, folder: str, own: str) -> None:
-        """`folder` is in the run folder, `own` a rank's folder in that, or ""."""
+    def __init__(self, run: WrittenRun, *, folder: Path) -> None:
+        """Open `folder`, and write the config and the pages."""
         from torch.utils.tensorboard import SummaryWriter  # slow, and only for ranks that write
 
         # An earlier process may have trained past the step: TensorBoard drops those points.
-        path, resume_step = run.folder / folder / own, run.resume_step
-        self._curves: Any = SummaryWriter(str(path), purge_step=resume_step + 1)
-        self._hparams = dict(run.hparams)
-        self._curves.add_custom_scalars(_layout(numerics="numerics" in run.records))
-        self._curves.add_text("config", f"```toml\n{run.config_toml}\n```", resume_step)
+        self._curves: Any = SummaryWriter(str(folder), purge_step=run.resume_step + 1)
+        self._curves.add_custom_scalars(_layout(numerics=run.has_numerics))
+        self._curves.add_text("config", f"```toml\n{run.config_toml}\n```", run.resume_step)
         self.flush()
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -63,11 +61,8 @@ class TensorBoardWriter(Writer):
         self._curves.flush()
 
     def close(self, summary: Summary | None) -> None:
+        """Put the points on disk."""
         self.flush()
-        if summary is not None:
-            outcome = {f"z_final/{name}": value for name, value in summary.outcome().items()}
-            step = summary.last.step
-            self._curves.add_hparams(self._hparams, outcome, run_name=".", global_step=step)
         self._curves.close()
 
 

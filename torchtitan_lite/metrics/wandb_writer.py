@@ -6,9 +6,9 @@ from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml
+from torchtitan_lite.catalog.run_files import WANDB_FOLDER
 
 from .base_writer import Writer, WrittenRun
-from .figures import StepRecord, figure_of
 from .summary import Summary
 
 UPLOAD_TIMEOUT_S = 60.0
@@ -21,14 +21,14 @@ class WandbWriter(Writer):
 
     spare = "wandb"
 
-    def __init__(self, run: WrittenRun, *, folder: str, own: str) -> None:
+    def __init__(self, run: WrittenRun, *, own: str) -> None:
         """Open a run that is named after its folders, `own` of a rank in the run folder, unless
         $WANDB_NAME and others say otherwise. Raises ConfigError without a login or network."""
         import wandb  # slow, and optional
 
         path = run.folder.absolute()
         name, group = (f"{path.name}/{own}", path.name) if own else (path.name, path.parent.name)
-        parent = run.folder / folder / own if own else run.folder  # wandb adds its folder
+        parent = run.folder / WANDB_FOLDER / own if own else run.folder  # wandb adds its folder
         id_file = parent / "wandb" / "run_id"
         id_file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -39,7 +39,7 @@ class WandbWriter(Writer):
                 dir=str(parent),
                 id=id_file.read_text(errors="replace") if id_file.is_file() else None,
                 resume="allow",
-                config=parse_toml(run.config_toml.encode()) | {"hparams": dict(run.hparams)},
+                config=parse_toml(run.config_toml.encode()),
                 settings={"finish_timeout": UPLOAD_TIMEOUT_S},
             )
         except wandb.Error as error:
@@ -50,17 +50,16 @@ class WandbWriter(Writer):
             ) from error
         id_file.write_text(self._run.id)
 
-    def write(self, record: StepRecord) -> None:
-        figures = record.known().items()
-        logged = {name: value for name, value in figures if figure_of(name).in_json}
-        del logged["step"]
-        self.write_scalars(record.step, logged)
-
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         self._run.log(dict(scalars), step=step)
 
     def close(self, summary: Summary | None) -> None:
         if summary is not None:
-            outcome = {f"final/{name}": value for name, value in summary.outcome().items()}
-            self._run.summary.update(outcome)
+            outcome = {
+                "final/loss": summary.final_loss,
+                "final/validation_loss": summary.validation_loss,
+                "final/median_tps": summary.tps,
+                "final/median_mfu": summary.mfu,
+            }
+            self._run.summary.update({name: x for name, x in outcome.items() if x is not None})
         self._run.finish()

@@ -1,21 +1,19 @@
 """Build the writers of a run's records; those of the console and of JSON lines."""
 
-import itertools
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import strict_json
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.base.terminal import clean
-from torchtitan_lite.catalog.run_files import RECORDS, WANDB_FOLDER, RecordKind
+from torchtitan_lite.catalog.run_files import RECORDS, RecordKind
 from torchtitan_lite.config import MetricsConfig
 
 from .base_writer import Writer, WrittenRun
@@ -25,36 +23,26 @@ from .summary import Summary
 from .tensorboard_writer import TensorBoardWriter
 from .wandb_writer import WandbWriter
 
-COLORS = (31, 32, 33, 34, 35, 36)
-"""ANSI codes of the foreground colours from red to cyan."""
-
 
 def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
-    """Open a rank's writers. Raises ConfigError if one cannot start."""
-    if run.rank > 0 and not metrics.save_for_all_ranks:
-        return []
+    """Open a rank's writers; none but rank 0's without [metrics] save_for_all_ranks. Raises
+    ConfigError if one cannot start."""
     writers: list[Writer] = []
     if run.rank == 0:
-        color = wants_color(disabled=metrics.disable_color_printing)
-        writers.append(ConsoleWriter(total_steps=run.total_steps, color=color))
-        # An existing file is cut at the resumed step, even if this run writes nothing into it.
-        for kind in RECORDS:
-            path = run.folder / f"{kind}.jsonl"
-            if kind in run.records or path.exists():
-                writers.append(JsonlWriter(path, resume_step=run.resume_step, kind=kind))
+        writers.append(ConsoleWriter(total_steps=run.total_steps))
+        writers.append(JsonlWriter(run.folder, resume_step=run.resume_step))
+    elif not metrics.save_for_all_ranks:
+        return []
 
     # Curves, of each rank in a folder of its own or of rank 0 alone.
     own = f"rank_{run.rank}" if metrics.save_for_all_ranks else ""
-    curves: list[tuple[type[TensorBoardWriter | WandbWriter], str]] = []
     if metrics.enable_tensorboard:
-        curves.append((TensorBoardWriter, metrics.save_tb_folder))
+        with _open_spare(TensorBoardWriter.spare):
+            folder = run.folder / metrics.save_tb_folder / own
+            writers.append(TensorBoardWriter(run, folder=folder))
     if metrics.enable_wandb:
-        curves.append((WandbWriter, WANDB_FOLDER))
-    for writer, folder in curves:
-        try:
-            writers.append(writer(run, folder=folder, own=own))
-        except OSError as error:
-            warn_left_out(writer.spare, error)
+        with _open_spare(WandbWriter.spare):
+            writers.append(WandbWriter(run, own=own))
     return writers
 
 
@@ -74,14 +62,23 @@ def warn_left_out(name: str, error: Exception) -> None:
     logger.warning(f"{name} failed and is disabled for the rest of the run: {reason}")
 
 
+@contextmanager
+def _open_spare(name: str) -> Iterator[None]:
+    """Let the run continue without a writer that cannot open its files in the block."""
+    try:
+        yield
+    except OSError as error:
+        warn_left_out(name, error)
+
+
 # ----- Console -----
 
 
 class ConsoleWriter(Writer):
     """Log one line per step. The first one says "warm-up" instead of the time left."""
 
-    def __init__(self, *, total_steps: int, color: bool) -> None:
-        self._total_steps, self._color, self._warm_up = total_steps, color, True
+    def __init__(self, *, total_steps: int) -> None:
+        self._total_steps, self._warm_up = total_steps, True
 
     def write(self, record: StepRecord) -> None:
         remaining_s = (self._total_steps - record.step) * record.step_time_s
@@ -108,16 +105,8 @@ class ConsoleWriter(Writer):
             self._log(step, f"sample {sample['prompt'][:20]!r}: {sample['text'][:40]!r}")
 
     def _log(self, step: int, *texts: str) -> None:
-        """Log the step and the texts, each in its own colour."""
         head = f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"
-        if not self._color:
-            logger.info("  ".join((head, *texts)))
-            return
-        painted = [
-            f"\033[{color}m{clean(text)}\033[0m"
-            for color, text in zip(itertools.cycle(COLORS), (head, *texts), strict=False)
-        ]
-        logger.info("  ".join(painted), extra={"clean": True})
+        logger.info("  ".join((head, *texts)))
 
 
 def _describe(record: StepRecord) -> Iterator[str]:
@@ -144,27 +133,23 @@ def _describe(record: StepRecord) -> Iterator[str]:
     yield f"time {record.step_time_s:.3f}s (data {record.data_time_pct:.1f}%)"
 
 
-def wants_color(*, disabled: bool) -> bool:
-    """Return whether to colour the log: on a terminal, or where FORCE_COLOR, as the launcher sets
-    it, says that there is one; not with NO_COLOR."""
-    on_terminal = sys.stdout.isatty() or os.environ.get("FORCE_COLOR")
-    return bool(on_terminal) and not disabled and not os.environ.get("NO_COLOR")
-
-
 # ----- JSON lines -----
 
 
 class JsonlWriter(Writer):
-    """A file with lines of strict JSON."""
+    """The files of a run that hold lines of strict JSON. Each is made with its first line."""
 
-    def __init__(self, path: Path, *, resume_step: int, kind: RecordKind = "metrics") -> None:
-        """Open `path`, and drop lines that are unfinished or after `resume_step`: the file is
-        replaced atomically."""
-        lines = read_records(path) if path.exists() else ()
-        kept = [line.rstrip() + b"\n" for line, record in lines if record.step <= resume_step]
-        replace_file(path, b"".join(kept))
-        self._file = path.open("a", buffering=1)
-        self._kind = kind
+    def __init__(self, folder: Path, *, resume_step: int) -> None:
+        """Drop lines that are unfinished or after `resume_step` from the files in `folder`, each of
+        which is replaced atomically."""
+        self._folder = folder
+        self._files: dict[RecordKind, TextIO] = {}
+        for kind in RECORDS:
+            path = folder / f"{kind}.jsonl"
+            lines = read_records(path)
+            kept = [line.rstrip() + b"\n" for line, record in lines if record.step <= resume_step]
+            if path.exists():
+                replace_file(path, b"".join(kept))
 
     def write(self, record: StepRecord) -> None:
         self._append("metrics", record.to_json())
@@ -182,12 +167,15 @@ class JsonlWriter(Writer):
             self._append("samples", {"step": step, "time": time.time(), **sample})
 
     def _append(self, kind: RecordKind, fields: Mapping[str, Any]) -> None:
-        """Append a line if it is of this file, and pass it to the operating system."""
-        if kind == self._kind:
-            self._file.write(strict_json(fields) + "\n")
+        """Append a line to a file, and pass it to the operating system."""
+        if kind not in self._files:
+            self._files[kind] = (self._folder / f"{kind}.jsonl").open("a", buffering=1)
+        self._files[kind].write(strict_json(fields) + "\n")
 
     def flush(self) -> None:
-        os.fsync(self._file.fileno())
+        for file in self._files.values():
+            os.fsync(file.fileno())
 
     def close(self, summary: Summary | None) -> None:
-        self._file.close()
+        for file in self._files.values():
+            file.close()

@@ -61,15 +61,13 @@ class Launch:
     """The checked variables and words of a launch. `endpoint` is "" for one node. Raises
     ConfigError."""
 
-    def __init__(
-        self, env: Mapping[str, str], overrides: Sequence[str], *, on_terminal: bool
-    ) -> None:
+    def __init__(self, env: Mapping[str, str], overrides: Sequence[str]) -> None:
         self.gpus = gpus = count_cuda_devices(env)
         self.config_file = env.get("CONFIG_FILE") or DEFAULT_CONFIG
         self.words = ["--job.config_file", self.config_file, *overrides]
         self.ngpu = read_count(env, "NGPU", gpus or 2, minimum=1)
         self.max_restarts = read_count(env, "MAX_RESTARTS", 0, minimum=0)
-        self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus, on_terminal=on_terminal)
+        self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus)
 
         self.nnodes = read_count(env, "NNODES", 1, minimum=1)
         self.node_rank, self.endpoint = 0, ""
@@ -101,9 +99,7 @@ class Launch:
         return {"store": store, "ngpu": self.ngpu, "max_restarts": self.max_restarts}
 
 
-def read_worker_env(
-    env: Mapping[str, str], *, ngpu: int, gpus: int, on_terminal: bool
-) -> dict[str, str]:
+def read_worker_env(env: Mapping[str, str], *, ngpu: int, gpus: int) -> dict[str, str]:
     """Return the variables that workers need in addition to `env`. Raises ConfigError."""
     log_rank = env.get("LOG_RANK", "").replace(" ", "") or "0"
     ranks = log_rank.split(",")
@@ -123,10 +119,6 @@ def read_worker_env(
     # On a shared machine, spinning threads would take cores from threads that work.
     if gpus == 0:
         added["OMP_WAIT_POLICY"] = env.get("OMP_WAIT_POLICY", "PASSIVE")
-
-    # Workers write to files, which the agent shows on the terminal.
-    if on_terminal:
-        added["FORCE_COLOR"] = "1"
     return added
 
 
@@ -221,7 +213,7 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
 def main(argv: list[str]) -> NoReturn:
     """Launch the run, wait for it, report how it ended, and exit with its exit code."""
     # Check everything that can be checked before any process starts.
-    launch = Launch(os.environ, argv, on_terminal=os.isatty(1))
+    launch = Launch(os.environ, argv)
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
     check_compiler(os.environ, compiles=config.compile.enable, on_gpu=launch.gpus > 0)
     listener = listen(launch.endpoint) if launch.node_rank == 0 else None

@@ -62,23 +62,20 @@ def read_runs(paths: Sequence[Path]) -> Runs:
     if len(set(folders)) < max(len(folders), 1):
         raise ConfigError(f"a comparison needs different runs, and got: {paths or 'none'}.")
     parent = os.path.commonpath([folder.parent for folder in folders])
-    try:
-        return {str(folder.relative_to(parent)): _read_run(folder) for folder in folders}
-    except OSError as error:
-        raise ConfigError(f"{error}; name a run folder, or its metrics.jsonl.") from error
+    return {str(folder.relative_to(parent)): _read_run(folder) for folder in folders}
 
 
 def _read_run(folder: Path) -> Run:
-    """Read the run in `folder`. Raises ConfigError, or OSError if it has no metrics.jsonl."""
+    """Read the run in `folder`. Raises ConfigError."""
     # Of a token count that is there twice, the last line counts.
     lines = read_records(folder / "metrics.jsonl")
     steps = [*{step.tokens: step for _, step in lines if step.tokens is not None}.values()]
     if not steps:
-        raise ConfigError(f"{folder / 'metrics.jsonl'}: no step has been logged yet.")
+        raise ConfigError(f"{folder} has no metrics.jsonl with a logged step; name a run folder.")
 
     # A run without validations or config is compared by its steps.
-    path, config = folder / "validation.jsonl", folder / "config.toml"
-    validations = [*read_records(path)] if path.exists() else []
+    config = folder / "config.toml"
+    validations = [*read_records(folder / "validation.jsonl")]
     last_loss = validations[-1][1].validation_loss if validations else None
     try:
         settings = flat_config(read_toml(config)) if config.exists() else {}

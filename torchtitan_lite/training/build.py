@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.catalog.run_files import RecordKind
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress
 from torchtitan_lite.checkpoint.matching import check_model
@@ -168,20 +167,13 @@ def build_metrics(
     logger.info(peaks := find_peaks(device, config.metrics, precisions=precisions))
 
     # If a rank cannot open its files, all ranks end.
-    records: dict[RecordKind, bool] = {
-        "metrics": True,
-        "validation": config.validation.enable,
-        "numerics": config.float8.log_numerics_freq > 0,
-        "samples": bool(config.validation.prompts),
-    }
     run = WrittenRun(
         folder=job.folder,
         rank=dist.get_rank(),
         total_steps=total_steps,
         resume_step=progress.step,
         config_toml=job.to_toml(),
-        hparams=job.hparams(),
-        records=[record for record, written in records.items() if written],
+        has_numerics=config.float8.log_numerics_freq > 0,
     )
     writers: list[Writer] = []
     on_all_ranks(lambda: writers.extend(build_writers(config.metrics, run)))
