@@ -18,8 +18,7 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.mesh import build_mesh
-from torchtitan_lite.parallel.pipeline import join_stages
-from torchtitan_lite.training.model import build_microbatches, build_model
+from torchtitan_lite.training.model import build_microbatches, build_model, join_stages
 
 SETTINGS = ("--training.mixed_precision_param=float32", "--training.mixed_precision_reduce=float32")
 DOCUMENTS = ((5, 21, 40, 43), (12, 33))

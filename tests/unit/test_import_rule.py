@@ -21,11 +21,14 @@ SEE_THE_JOB = {"config", "planner", "tools", "train", "training"}
 LATE = {
     ("data.corpus", "data.store_writer.open_cached"),
     ("data.tokenizer", "data.normalizer.check_growth"),
+    ("training.model", "parallel.pipeline.PipelinedMicrobatches"),
+    ("training.optim", "training.bfloat16_adamw.BFloat16AdamW"),
+    ("training.trainer", "float8.numerics.NumericsMonitor"),
     ("training.trainer", "training.profiling.Profiler"),
     ("training.trainer", "training.samples.Samples"),
 }
-"""Imports in a function: a run on a token store loads no code that makes one, and only a run that
-asks for traces or texts loads the code for them."""
+"""Imports in a function: a run on a token store loads no code that makes one, and a run without
+pipeline, traces and the like not theirs."""
 WITHOUT_TORCH = ["base.files", "base.jsonfile", "base.terminal", "config", "config.job"]
 WITHOUT_TORCH += [f"catalog.{path.stem}" for path in PACKAGE.glob("catalog/[a-z]*.py")]
 WITHOUT_TORCH += ["run.launch", "tools.runs"]
@@ -167,7 +170,8 @@ heavy = {"torchao", "torch._inductor.compile_fx", "torch._functorch.partitioners
 heavy |= {f"torchtitan_lite.data.{name}" for name in ("store_writer", "sources", "rows",
           "hf_dataset", "normalizer")}
 heavy |= {f"torchtitan_lite.{name}" for name in ("training.profiling", "training.samples",
-          "models.generate")}
+          "models.generate", "parallel.pipeline", "training.bfloat16_adamw", "float8.numerics")}
+heavy |= {"torch.distributed.pipelining.schedules"}
 print(heavy & {*sys.modules}, seen[0], gc.isenabled(), gc.get_freeze_count() > 100_000)
 """
 

@@ -59,8 +59,8 @@ def run(model: nn.Module, *, seed: int = 0) -> Tensor:
     return loss
 
 
-def monitor_of(model: nn.Module, *, freq: int = 1) -> NumericsMonitor:
-    return NumericsMonitor(model, float8_names(model), freq=freq, device=torch.device("cpu"))
+def monitor_of(model: nn.Module) -> NumericsMonitor:
+    return NumericsMonitor(model, float8_names(model), device=torch.device("cpu"))
 
 
 def measure(model: nn.Module, *, seeds: tuple[int, ...] = (0,)) -> Numerics:
@@ -227,11 +227,3 @@ def test_a_compiled_model_is_measured_eagerly_and_compiled_once() -> None:
     assert flat(measure(model)) == pytest.approx(expected, rel=1e-4)
     assert torch.equal(run(model), compiled)
     assert counter.frame_count == 1
-
-
-def test_due_every_freq_steps() -> None:
-    model = build_model()
-    for freq, steps in ((0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6])):
-        monitor = monitor_of(model, freq=freq)
-        assert [step for step in range(1, 8) if monitor.due(step)] == steps
-    assert not monitor_of(nn.Linear(2, 2)).due(1)  # without float8

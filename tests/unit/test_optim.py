@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
-from torchtitan_lite.training import optim
+from torchtitan_lite.training import bfloat16_adamw, optim
 from torchtitan_lite.training.optim import UpdateGuard, build_optimizer, clip_gradients, step_unless
 
 SETTINGS = [
@@ -124,7 +124,7 @@ def test_a_second_moment_falls_with_its_gradients() -> None:
 
 def test_stochastic_rounding_is_right_on_average() -> None:
     def rounded(x: torch.Tensor, step: int) -> torch.Tensor:
-        return optim._round_stochastically(x, torch.tensor(float(step))).float()
+        return bfloat16_adamw._round_stochastically(x, torch.tensor(float(step))).float()
 
     x, eps = torch.logspace(-4, 4, 1000), torch.finfo(torch.bfloat16).eps
     errors = torch.stack([rounded(x, step) for step in range(512)]) / x - 1
@@ -136,15 +136,15 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 
 
 def test_stochastic_rounding_has_no_constant_that_triton_refuses() -> None:
-    graph = make_fx(optim._round_stochastically)(torch.ones(8), torch.ones(()))
+    graph = make_fx(bfloat16_adamw._round_stochastically)(torch.ones(8), torch.ones(()))
     constants = [value for node in graph.graph.nodes for value in node.args if type(value) is int]
     assert len(constants) > 5 and all(-(2**31) <= value < 2**31 for value in constants)
 
 
 def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = updates("bfloat16", steps=3)
-    compiled = torch.compile(optim._update, dynamic=False, fullgraph=True)
-    monkeypatch.setattr(optim, "_update", compiled)
+    compiled = torch.compile(bfloat16_adamw._update, dynamic=False, fullgraph=True)
+    monkeypatch.setattr(bfloat16_adamw, "_update", compiled)
     found, _ = updates("bfloat16", steps=3)
     # A moment near the middle may be rounded otherwise.
     assert (found - expected).norm() / expected.norm() < 1e-3

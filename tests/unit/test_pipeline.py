@@ -11,7 +11,7 @@ from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.activation_checkpoint import apply_activation_checkpointing
 from torchtitan_lite.parallel.microbatches import ModelLoss
-from torchtitan_lite.parallel.pipeline import cut_stage, join_stages
+from torchtitan_lite.training.model import cut_stage, join_stages
 
 # ----- cut_stage, join_stages -----
 

@@ -63,13 +63,11 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
 
 
 class NumericsMonitor:
-    """Measure every `freq` steps what a model's casts to float8 lose."""
+    """Measure in some steps what a model's casts to float8 lose."""
 
-    def __init__(
-        self, model: nn.Module, linears: Sequence[str], *, freq: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, linears: Sequence[str], *, device: torch.device) -> None:
         """`linears` are the names of all Float8Linears, also those on other ranks of a pipeline."""
-        self._model, self._freq, self._linears = model, freq, list(linears)
+        self._model, self._linears = model, list(linears)
         # Each cast carries the config object of its linear, which identifies the linear.
         self._rows = {
             id(module.linear_mm_config): self._linears.index(name.replace(CHECKPOINTED, ""))
@@ -81,10 +79,6 @@ class NumericsMonitor:
         shape = len(linears), len(ROLES)  # [L, R]
         self._sums = torch.zeros(*shape, 5, dtype=torch.float64, device=device)  # [L, R, 5]
         self._amax = torch.zeros(shape, device=device)
-
-    def due(self, step: int) -> bool:
-        """Return whether to measure in `step`; never if the model has no float8 linear."""
-        return self._freq > 0 and step % self._freq == 0 and bool(self._linears)
 
     @contextmanager
     def observe(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Forward and backward passes of the microbatches of a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -14,6 +15,8 @@ from .fsdp import start_microbatch
 
 Microbatch = tuple[Tensor, Tensor]
 """Tokens and labels [B, S], on the device."""
+Timed = Callable[[str], AbstractContextManager[None]]
+"""Measures what a name stands for, without waiting for the device."""
 
 
 class ModelLoss:

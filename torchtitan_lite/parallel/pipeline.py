@@ -7,51 +7,20 @@ labels. Between stages passes only the residual stream, and its gradient.
 Shapes: B sequences of a microbatch, s = seq_len / cp / tp, D dim.
 """
 
-import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import IGNORED
 
-from .microbatches import Microbatch, ModelLoss
+from .microbatches import Microbatch, ModelLoss, Timed
 from .one_rank import MixedPrecisionTransformer
-
-Timed = Callable[[str], AbstractContextManager[None]]
-"""Measures what a name stands for, without waiting for the device."""
-
-
-def cut_stage(model: Transformer, names: Collection[str]) -> Transformer:
-    """Return the stage of `model`, on meta, that has the modules `names`."""
-    stage = copy.deepcopy(model)
-    for end in ("tok_embeddings", "norm", "output"):
-        if end not in names:
-            setattr(stage, end, None)
-    for i in model.layers:
-        if f"layers.{i}" not in names:
-            del stage.layers[i]
-    return stage
-
-
-def join_stages(stages: Sequence[Transformer]) -> nn.Module:
-    """Return a module, which cannot be called, with the parameters of all `stages` by their names
-    in the model."""
-    if len(stages) == 1:
-        return stages[0]
-    joined = nn.Module()
-    for stage in stages:
-        for name, module in stage.named_children():
-            joined.add_module(name, module)
-    joined.layers = nn.ModuleDict(dict(chain(*(stage.layers.items() for stage in stages))))
-    return joined
 
 
 class _Stage(PipelineStage):

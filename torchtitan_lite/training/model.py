@@ -1,9 +1,12 @@
 """Build a run's model: on meta, where it is converted to float8 and counted without a device, for
 planning too; then cut it into stages, and make them parallel."""
 
+import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -29,11 +32,13 @@ from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
-from torchtitan_lite.parallel.microbatches import ModelLoss, PlainMicrobatches
+from torchtitan_lite.parallel.microbatches import ModelLoss, PlainMicrobatches, Timed
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches, Timed, cut_stage, join_stages
 from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
+
+if TYPE_CHECKING:
+    from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches
 
 DTYPES: dict[Precision, str] = {"fp8": "float8", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -182,6 +187,31 @@ def find_attention(job: Job, *, device: torch.device) -> str:
     return SDPBackend(chosen).name
 
 
+def cut_stage(model: Transformer, names: Collection[str]) -> Transformer:
+    """Return the stage of `model`, on meta, that has the modules `names`."""
+    stage = copy.deepcopy(model)
+    for end in ("tok_embeddings", "norm", "output"):
+        if end not in names:
+            setattr(stage, end, None)
+    for i in model.layers:
+        if f"layers.{i}" not in names:
+            del stage.layers[i]
+    return stage
+
+
+def join_stages(stages: Sequence[Transformer]) -> nn.Module:
+    """Return a module, which cannot be called, with the parameters of all `stages` by their names
+    in the model."""
+    if len(stages) == 1:
+        return stages[0]
+    joined = nn.Module()
+    for stage in stages:
+        for name, module in stage.named_children():
+            joined.add_module(name, module)
+    joined.layers = nn.ModuleDict(dict(chain(*(stage.layers.items() for stage in stages))))
+    return joined
+
+
 def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltModel:
     """Build the model on meta, convert it to float8, cut it into stages, shard them, then
     initialise their weights."""
@@ -231,7 +261,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
 
 def build_microbatches(
     job: Job, built: BuiltModel, mesh: DeviceMesh, *, device: torch.device, timed: Timed
-) -> PlainMicrobatches | PipelinedMicrobatches:
+) -> "PlainMicrobatches | PipelinedMicrobatches":
     """Build what runs forward and backward passes, on this rank alone or through a pipeline."""
     config, degrees = job.config, job.degrees
     cross_entropy = CrossEntropy(compiled=config.compile.covers("loss"))
@@ -241,6 +271,9 @@ def build_microbatches(
     ]
     if degrees.pp == 1:
         return PlainMicrobatches(losses[0], config.parallelism)
+
+    # Only a run with a pipeline loads torch's pipelining.
+    from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches
 
     seq_len = config.training.seq_len // (degrees.cp * degrees.tp)
     hidden = torch.empty(

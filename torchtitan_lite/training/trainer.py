@@ -21,7 +21,6 @@ from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.dataloader import PREFETCHED, Batch, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.float8.convert import update_scales
-from torchtitan_lite.float8.numerics import NumericsMonitor
 from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.metrics.flops import document_squares, document_values
 from torchtitan_lite.metrics.processor import StepValues
@@ -84,8 +83,6 @@ class Trainer:
         )
 
         # Measurements, and what runs the model under them.
-        freq = self.config.float8.log_numerics_freq
-        self.numerics = NumericsMonitor(self.model, self.built.linears, freq=freq, device=device)
         self.metrics = build_metrics(
             job, self.built.ledger, device=device, total_steps=self.last_step, progress=progress
         )
@@ -97,9 +94,9 @@ class Trainer:
         self.prefetched = prefetch(self.batches, device=device, ahead=ahead)
 
     def build_optional(self, tokenizer: Tokenizer) -> None:
-        """Build the profiler and the samples. Only a run that asks for them loads their modules."""
-        self.profiler, self.samples = None, None
-        profiling = self.config.profiling
+        """Build what only some configs ask for. Only runs with them load its modules."""
+        self.profiler, self.numerics, self.samples = None, None, None
+        profiling, linears = self.config.profiling, self.built.linears
         if profiling.enable_profiling or profiling.enable_memory_snapshot:
             from .profiling import Profiler
 
@@ -111,6 +108,10 @@ class Trainer:
                 done_steps=self.step,
                 outside_step=self.metrics.outside_step,
             )
+        if self.config.float8.log_numerics_freq and linears:
+            from torchtitan_lite.float8.numerics import NumericsMonitor
+
+            self.numerics = NumericsMonitor(self.model, linears, device=self.device)
         if self.config.validation.prompts:
             from .samples import Samples
 
@@ -156,14 +157,15 @@ class Trainer:
 
         # The step. In the first one, check that float8 runs where the config asks for it. In later
         # ones, measure float8's numerics when due.
-        measured = self.numerics.due(step) and not first
-        observer = StepObserver() if first else contextlib.nullcontext()
-        with self.numerics.observe() if measured else observer:
+        observer = StepObserver() if first else None
+        freq = config.float8.log_numerics_freq
+        numerics = self.numerics if freq and step % freq == 0 and not first else None
+        with observer or (numerics.observe() if numerics else contextlib.nullcontext()):
             values = self.train_step(step)
         logged = self.metrics.end_step(step, values)
-        if measured:
-            self.metrics.log_numerics(step, self.numerics.figures())
-        if isinstance(observer, StepObserver):
+        if numerics:
+            self.metrics.log_numerics(step, numerics.figures())
+        if observer:
             strict = config.debug.deterministic
             observer.report(self.model, self.built.asked, step=step, deterministic=strict)
         self.step = step
