@@ -8,7 +8,7 @@ import torch
 from launching import finish, losses, read_losses, torchrun, train_arguments
 from matrix import PP, TP
 
-from torchtitan_lite.models.generate import Sampling, continue_prompt
+from torchtitan_lite.models.generate import Sampling, continue_prompts
 from torchtitan_lite.tools.generate import load_model
 
 PROMPTS = ["def main(", "import"]
@@ -40,7 +40,7 @@ def test_the_texts_are_those_of_the_checkpoint_and_move_nothing(
     assert [each["prompt"] for each in samples] == PROMPTS * 2
 
     loaded = load_model(tmp_path / "with", device=torch.device("cpu"), dtype=torch.float32)
-    texts = [continue_prompt(*loaded, prompt, Sampling(12)).text for prompt in PROMPTS]
+    texts = [sample.text for sample in continue_prompts(*loaded, PROMPTS, Sampling(12))]
     assert [each["text"] for each in samples[2:]] == texts
     assert len({each["text"] for each in samples}) > 1
 

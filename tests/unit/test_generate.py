@@ -16,7 +16,7 @@ from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, Tokenizer, build_tokenizer
 from torchtitan_lite.models import generate
-from torchtitan_lite.models.generate import Sampling, continue_prompt, encode_prompt
+from torchtitan_lite.models.generate import Sampling, continue_prompts, encode_prompt
 from torchtitan_lite.models.llama3 import Transformer, rope_table
 from torchtitan_lite.tools.generate import load_model
 
@@ -49,13 +49,13 @@ def loaded(folder):
     return load(folder)
 
 
-# ----- continue_prompt, generate_tokens -----
+# ----- continue_prompts, generate_tokens -----
 
 
 @EACH_FAMILY
 def test_greedy_decoding_is_transformers(args, tmp_path):
     llama, (model, tokenizer) = save_hf(args, tmp_path), load(tmp_path)
-    samples = [continue_prompt(model, tokenizer, each, Sampling(12)) for each in PROMPTS]
+    samples = continue_prompts(model, tokenizer, PROMPTS, Sampling(12))
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         ids = torch.tensor([encode_prompt(prompt, tokenizer, context=48)])
         options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
@@ -71,7 +71,8 @@ def test_the_cache_changes_nothing(folder):
     model, _ = load(folder)
     start = encode_prompt("for key in", TOKENIZER, context=48)
     options = {"vocab_size": TOKENIZER.vocab_size, "sampling": Sampling()}
-    tokens = [*generate.generate_tokens(model, start, count=20, **options)]
+    rows = generate.generate_tokens(model, [start], count=20, **options)
+    tokens = [token for (token,) in rows]
     plain, _ = load(folder)
     plain.rope_cos, plain.rope_sin = rope_table(plain.args)
     logits = plain(torch.tensor([[*start, *tokens]]))[0]
@@ -81,33 +82,44 @@ def test_the_cache_changes_nothing(folder):
 def test_ids_that_the_tokenizer_lacks_are_not_generated(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     build_hf(replace(FAMILIES["Llama 3.1"], vocab_size=20_000)).save_pretrained(tmp_path)
-    sample = continue_prompt(*load(tmp_path), "", Sampling(20, temperature=100.0))
+    (sample,) = continue_prompts(*load(tmp_path), [""], Sampling(20, temperature=100.0))
     assert sample.tokens == 20
 
 
 def test_a_seed_gives_the_same_text_again(loaded):
     def text(seed):
-        sampling = Sampling(20, temperature=1.0, seed=seed)
-        return continue_prompt(*loaded, "x", sampling).text
+        (sample,) = continue_prompts(*loaded, ["x"], Sampling(20, temperature=1.0, seed=seed))
+        return sample.text
 
     assert text(1) == text(1) != text(2)
 
 
 def test_a_text_ends_with_its_document(loaded, monkeypatch):
     ids = [*TOKENIZER.encode("a 語 b"), TOKENIZER.eos_id, *TOKENIZER.encode("c")]
-    monkeypatch.setattr(generate, "generate_tokens", lambda *_, **__: iter(ids))
-    sample = continue_prompt(*loaded, "x", Sampling(40))
+    monkeypatch.setattr(generate, "generate_tokens", lambda *_, **__: ([each] for each in ids))
+    parts = []
+    (sample,) = continue_prompts(*loaded, ["x"], Sampling(40), write=parts.append)
     assert (sample.text, sample.tokens, sample.ended_by) == ("a 語 b", len(ids) - 2, "eos")
+    assert "".join(parts) == sample.text and len(parts) > 2
+    assert not any("\N{REPLACEMENT CHARACTER}" in part for part in parts)
+
+
+def test_a_batch_goes_on_until_all_its_texts_have_ended(loaded, monkeypatch):
+    one, other = TOKENIZER.encode("a b")[:2], TOKENIZER.eos_id
+    rows = [[one[0], other], [one[1], one[0]], [other, one[0]], [one[0], one[0]]]
+    monkeypatch.setattr(generate, "generate_tokens", lambda *_, **__: iter(rows))
+    samples = continue_prompts(*loaded, ["x", "x"], Sampling(40))
+    assert [(each.tokens, each.ended_by) for each in samples] == [(2, "eos"), (0, "eos")]
 
 
 def test_a_text_ends_where_the_context_does(loaded, monkeypatch):
     monkeypatch.setattr(loaded[1], "eos_id", -1)
     room = 48 - 1 - len(TOKENIZER.encode("a"))
     for count, ended_by in ((99, "context"), (room, "length")):
-        sample = continue_prompt(*loaded, "a", Sampling(count))
+        (sample,) = continue_prompts(*loaded, ["a"], Sampling(count))
         assert (sample.tokens, sample.ended_by) == (room, ended_by)
     with pytest.raises(ConfigError, match=r"prompt 'abc.*' has \d+ tokens, and .* context 48; sho"):
-        continue_prompt(*loaded, "abc " * 60, Sampling())
+        continue_prompts(*loaded, ["abc " * 60], Sampling())
 
 
 def test_a_context_of_any_length_takes_memory_for_the_text_alone(loaded, folder, tmp_path):
@@ -115,10 +127,10 @@ def test_a_context_of_any_length_takes_memory_for_the_text_alone(loaded, folder,
     config = json.loads((folder / "config.json").read_text())
     longest = json.dumps(config | {"max_position_embeddings": 2**31 - 1})
     (tmp_path / "long/config.json").write_text(longest)
-    long = load(tmp_path / "long")
-    assert continue_prompt(*long, "def", Sampling(5)) == continue_prompt(
-        *loaded, "def", Sampling(5)
-    )
+    texts = [
+        continue_prompts(*each, ["def"], Sampling(5)) for each in (loaded, load(tmp_path / "long"))
+    ]
+    assert texts[0] == texts[1]
 
 
 # ----- Sampling -----
@@ -126,15 +138,15 @@ def test_a_context_of_any_length_takes_memory_for_the_text_alone(loaded, folder,
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (0, 0.7), (40, 0.5), (0, 1e-9)])
 def test_sampling_chooses_among_the_tokens_that_transformers_leaves(top_k, top_p):
-    logits = torch.randn(100, generator=torch.Generator().manual_seed(0)) * 2
-    left = logits[None] / 0.7
+    logits = torch.randn(2, 100, generator=torch.Generator().manual_seed(0)) * 2
+    left = logits / 0.7
     for warper in [*([TopKLogitsWarper(top_k)] if top_k else []), TopPLogitsWarper(top_p)]:
         left = warper(None, left)
-    expected = left[0].softmax(-1)
+    expected = left.softmax(-1)
     sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p)
     generator = torch.Generator().manual_seed(1)
-    chosen = torch.cat([sampling.choose(logits, generator) for _ in range(3000)])
-    counts = chosen.bincount(minlength=100) / len(chosen)
+    chosen = torch.stack([sampling.choose(logits, generator) for _ in range(3000)])  # [n, B]
+    counts = torch.stack([row.bincount(minlength=100) for row in chosen.T]) / len(chosen)
     assert ((counts > 0) <= (expected > 0)).all()
     assert (counts - expected).abs().max() < 0.04
 
@@ -167,9 +179,10 @@ def test_the_command_prints_each_prompt_with_its_text(folder, capsys):
     run_command([*words, "--json"])
     samples = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(each["prompt"], each["tokens"]) for each in samples] == [("def", 5), ("import", 5)]
-    run_command(words)
     texts = [f"{each['prompt']}{each['text']}\n" for each in samples]
-    assert capsys.readouterr().out == "".join(texts)
+    for prompts, expected in ((["def", "import"], "".join(texts)), (["import"], texts[1])):
+        run_command(["generate", str(folder), *prompts, "--max-new-tokens", "5"])
+        assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ def test_samples_with_logits_that_are_no_numbers_do_not_end_a_run(monkeypatch, n
     def fail(*_: Any) -> None:
         raise NumericError("not finite")
 
-    monkeypatch.setattr(samples, "continue_prompt", fail)
+    monkeypatch.setattr(samples, "continue_prompts", fail)
     job = SimpleNamespace(config=Config(validation=ValidationConfig(prompts=("a",))))
     some: Any = SimpleNamespace(_tokenizer=None, _job=job)
     assert samples.Samples._generate(some, object()) == []

@@ -9,6 +9,7 @@ for weights whose logits are not finite.
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from torchtitan_lite.base.errors import ConfigError
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     # Imported here because torch takes seconds to import.
     import torch
 
-    from torchtitan_lite.models.generate import Sampling, continue_prompt
+    from torchtitan_lite.models.generate import Sampling, continue_prompts
     from torchtitan_lite.tools.generate import load_model
 
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
@@ -57,6 +58,15 @@ def run(args: argparse.Namespace) -> None:
         args.source, device=device, dtype=dtype, tokenizer_path=args.tokenizer
     )
 
-    for prompt in args.prompts:
-        sample = continue_prompt(model, tokenizer, prompt, sampling)
-        print_answer(args, asdict(sample), f"{prompt}{sample.text}")
+    # A single text is printed as it comes.
+    streams = len(args.prompts) == 1 and not args.json
+    write = partial(print, end="", flush=True) if streams else None
+    if write:
+        write(args.prompts[0])
+    try:
+        samples = continue_prompts(model, tokenizer, args.prompts, sampling, write=write)
+    finally:
+        if write:
+            write("\n")
+    for sample in [] if streams else samples:
+        print_answer(args, asdict(sample), f"{sample.prompt}{sample.text}")

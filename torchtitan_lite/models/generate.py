@@ -2,11 +2,11 @@
 
 Weights are read in high precision and computed in bfloat16 or float32, never in float8.
 
-Shapes: S tokens of a call, T tokens so far, H heads, K key-value heads, Q head_dim, D dim, V
-vocab_size.
+Shapes: B prompts of the same length, S tokens of a call, T tokens so far, H heads, K key-value
+heads, Q head_dim, D dim, V vocab_size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -53,22 +53,22 @@ class Sampling:
                 raise ConfigError(f"--{name} {value} must be {rule}")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the token that `logits` [V] choose, int64 [1]. Raises NumericError."""
+        """Return a token for each row of `logits` [B, V], int64 [B]. Raises NumericError."""
         if not logits.isfinite().all():
             raise NumericError(
                 "the model's output is not finite: its weights have NaN, or values that overflow; "
                 "name another step, or compute in another --dtype."
             )
         if self.temperature == 0:
-            return logits.argmax(-1, keepdim=True)
+            return logits.argmax(-1)
         scores, tokens = (logits.float() / self.temperature).sort(descending=True)
         if self.top_k:
-            scores[self.top_k :] = -torch.inf
+            scores[:, self.top_k :] = -torch.inf
         probabilities = scores.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         probabilities = torch.where(before < self.top_p, probabilities, 0)
         chosen = torch.multinomial(probabilities.cpu(), 1, generator=generator)
-        return tokens[chosen.to(tokens.device)]
+        return tokens.gather(1, chosen.to(tokens.device)).squeeze(1)
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class KVCache:
         self._v: Tensor | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
-        """Attend with `q` [1, H, S, Q] to `k` and `v` [1, K, S, Q] and to those of earlier calls. S
+        """Attend with `q` [B, H, S, Q] to `k` and `v` [B, K, S, Q] and to those of earlier calls. S
         is 1 in all calls but the first."""
         if self._k is not None and self._v is not None:
-            k, v = torch.cat([self._k, k], dim=2), torch.cat([self._v, v], dim=2)  # [1, K, T, Q]
+            k, v = torch.cat([self._k, k], dim=2), torch.cat([self._v, v], dim=2)  # [B, K, T, Q]
         self._k, self._v = k, v
         causal = q.shape[2] > 1
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
@@ -118,37 +118,89 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, *, context: int) -> list[in
     return ids
 
 
-def continue_prompt(
-    model: Transformer, tokenizer: Tokenizer, prompt: str, sampling: Sampling
-) -> Sample:
-    """Generate the text that follows `prompt`, up to the end of a document or of the context, or to
-    `max_new_tokens`. `model` is from `build_empty_model`, and gets a cache."""
+def continue_prompts(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    write: Callable[[str], object] | None = None,
+) -> list[Sample]:
+    """Generate a text that follows each prompt, up to the end of a document or of the context, or
+    to `max_new_tokens`. Prompts with equally many tokens are one batch. `write` gets the text of
+    the first prompt in parts, as it comes. `model` is from `build_empty_model`, and gets a cache.
+    """
     context = model.args.max_seq_len
-    start = encode_prompt(prompt, tokenizer, context=context)
-    count = min(sampling.max_new_tokens, context - len(start))
-    ended_by: End = "length" if count == sampling.max_new_tokens else "context"
-    ids: list[int] = []
-    for token in generate_tokens(
-        model, start, count=count, vocab_size=tokenizer.vocab_size, sampling=sampling
-    ):
-        if token == tokenizer.eos_id:
-            ended_by = "eos"
-            break
-        ids.append(token)
+    texts = [_Text(encode_prompt(each, tokenizer, context=context), tokenizer) for each in prompts]
 
-    # Decoded with the prompt: some tokenizers drop a space at the start of a text.
-    text = tokenizer.decode([*start, *ids])[len(tokenizer.decode(start)) :]
-    return Sample(prompt, text, len(ids), ended_by)
+    # A batch goes on until all its texts have ended.
+    for length in dict.fromkeys(len(text.prompt_ids) for text in texts):
+        batch = [text for text in texts if len(text.prompt_ids) == length]
+        count = min(sampling.max_new_tokens, context - length)
+        ids = [text.prompt_ids for text in batch]
+        size = tokenizer.vocab_size
+        for row in generate_tokens(model, ids, count=count, vocab_size=size, sampling=sampling):
+            for text, token in zip(batch, row, strict=True):
+                text.add(token)
+            if write and texts[0] is batch[0]:
+                write(texts[0].new_part())
+            if all(text.at_eos for text in batch):
+                break
+
+    return [
+        Sample(prompt, text.decode(), len(text.ids), text.ended_by(sampling.max_new_tokens))
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+
+
+class _Text:
+    """The tokens that follow a prompt, as they come."""
+
+    def __init__(self, prompt_ids: list[int], tokenizer: Tokenizer) -> None:
+        self.prompt_ids, self._tokenizer = prompt_ids, tokenizer
+        self._prompt_size = len(tokenizer.decode(prompt_ids))
+        self.ids: list[int] = []
+        self.at_eos, self._written = False, ""
+
+    def add(self, token: int) -> None:
+        """Take the next token, unless the text has ended."""
+        self.at_eos |= token == self._tokenizer.eos_id
+        if not self.at_eos:
+            self.ids.append(token)
+
+    def decode(self) -> str:
+        """Return the text."""
+        # Some tokenizers drop a space at the start of a text.
+        return self._tokenizer.decode([*self.prompt_ids, *self.ids])[self._prompt_size :]
+
+    def new_part(self) -> str:
+        """Return the text since the last call, unless it ends within a character."""
+        text = self.decode()
+        if not self.at_eos and text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        part, self._written = text[len(self._written) :], text
+        return part
+
+    def ended_by(self, max_new_tokens: int) -> End:
+        """Return why the text has no more tokens."""
+        if self.at_eos:
+            return "eos"
+        return "length" if len(self.ids) == max_new_tokens else "context"
 
 
 @torch.inference_mode()
 def generate_tokens(
-    model: Transformer, ids: list[int], *, count: int, vocab_size: int, sampling: Sampling
-) -> Iterator[int]:
-    """Yield the next token after `ids`, below `vocab_size`, `count` times."""
+    model: Transformer,
+    ids: Sequence[list[int]],
+    *,
+    count: int,
+    vocab_size: int,
+    sampling: Sampling,
+) -> Iterator[list[int]]:
+    """Yield the next token of each row of `ids` [B, S], below `vocab_size`, `count` times."""
     device = model.tok_embeddings.weight.device
-    tokens, end = torch.tensor([ids], device=device), 0  # [1, S]
-    tables = rope_table(replace(model.args, max_seq_len=len(ids) + count))
+    tokens, end = torch.tensor(ids, device=device), 0  # [B, S]
+    tables = rope_table(replace(model.args, max_seq_len=tokens.shape[1] + count))
     cos, sin = (table.to(device) for table in tables)
     for module in model.modules():
         if isinstance(module, Attention):
@@ -159,12 +211,12 @@ def generate_tokens(
         start, end = end, end + tokens.shape[1]
         model.rope_cos, model.rope_sin = cos[start:end], sin[start:end]
         with sdpa_kernel(ATTENTION):
-            logits = model(tokens, last_logits)  # [V]
-        chosen = sampling.choose(logits[:vocab_size], generator)
-        yield int(chosen)
-        tokens = chosen.unsqueeze(0)
+            logits = model(tokens, last_logits)  # [B, V]
+        chosen = sampling.choose(logits[:, :vocab_size], generator)
+        yield chosen.tolist()
+        tokens = chosen.unsqueeze(1)
 
 
 def last_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits [V] after the last token of `x` [1, S, D]; `weight` is [V, D]."""
-    return F.linear(x[0, -1], weight)
+    """Return the logits [B, V] after the last token of `x` [B, S, D]; `weight` is [V, D]."""
+    return F.linear(x[:, -1], weight)

@@ -18,7 +18,7 @@ from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.models.generate import (
     Sampling,
     build_empty_model,
-    continue_prompt,
+    continue_prompts,
     encode_prompt,
 )
 from torchtitan_lite.models.llama3 import Transformer
@@ -87,10 +87,7 @@ class Samples:
         validation = self._job.config.validation
         sampling = Sampling(validation.max_new_tokens)
         try:
-            samples = [
-                continue_prompt(model, self._tokenizer, prompt, sampling)
-                for prompt in validation.prompts
-            ]
+            samples = continue_prompts(model, self._tokenizer, validation.prompts, sampling)
         except (NumericError, torch.OutOfMemoryError) as error:
             logger.warning(f"no samples: {error}")
             return []
