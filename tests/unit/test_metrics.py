@@ -13,7 +13,7 @@ from sample_records import RECORD, SUMMARY
 from torchtitan_lite.catalog.devices import lookup_device
 from torchtitan_lite.metrics.base_writer import Writer
 from torchtitan_lite.metrics.figures import StepRecord
-from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
+from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor, Skips, StepValues
 from torchtitan_lite.metrics.stage_times import StageTimes
@@ -39,7 +39,7 @@ def ledger_8b(precision: str, *, emulated: bool = False) -> FlopsLedger:
     return FlopsLedger(flops, recompute, OUTPUT, ATTENTION, precisions={}, fp8_runs_in=fp8_runs_in)
 
 
-# ----- compute_rates, compute_utilisation, effective_peak -----
+# ----- compute_rates, compute_utilisation -----
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,6 @@ def test_rates_of_8b(tps, precision, peaks, expected):
     found = [rates[name] for name in ("tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")]
     assert rates["tps"] == tps and found == pytest.approx(expected, abs=0.005)
     assert (rates["hfu"] is None) == (rates["mfu"] is None)
-
-
-def test_8b_effective_peak_is_the_harmonic_mean():
-    assert round(effective_peak(ledger_8b("fp8").by_precision, H100.tflops), 1) == 1549.5
-    assert effective_peak(ledger_8b("bf16").by_precision, H100.tflops) == pytest.approx(989)
-    assert effective_peak(ledger_8b("fp8").by_precision, {"bf16": 312}) is None
 
 
 MEASURED = Peaks("H100 SXM", H100.published, measured={"bf16": 700.0, "fp8": 1300.0})

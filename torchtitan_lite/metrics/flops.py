@@ -177,27 +177,11 @@ def compute_utilisation(
     *,
     approximate: bool,
 ) -> float | None:
-    """Return the utilisation in percent at `tps` tokens per second of `flops` each."""
-    if (ideal := _ideal_seconds(flops, tflops)) is None:
-        return None
-    percent = 100 * tps * ideal
-    return None if percent > 100 and approximate else percent
-
-
-def effective_peak(
-    flops: Mapping[Precision, int], tflops: Mapping[Precision, float]
-) -> float | None:
-    """Return the peak of a mix of precisions in TFLOPS: the harmonic mean of `tflops`, weighted by
-    `flops`. None if a precision that is used has no known peak."""
-    ideal = _ideal_seconds(flops, tflops)
-    return None if ideal is None else sum(flops.values()) / ideal / 1e12
-
-
-def _ideal_seconds(
-    flops: Mapping[Precision, float], tflops: Mapping[Precision, float]
-) -> float | None:
-    """Return the seconds for `flops`, with each precision at its own peak of `tflops`."""
+    """Return the utilisation in percent at `tps` tokens per second of `flops` each, with each
+    precision at its own peak of `tflops`; None if one that is used has no known peak."""
     used = {precision: count for precision, count in flops.items() if count}
     if not used.keys() <= tflops.keys():
         return None
-    return sum(count / tflops[name] for name, count in used.items()) / 1e12
+    ideal_s = sum(count / tflops[name] for name, count in used.items()) / 1e12
+    percent = 100 * tps * ideal_s
+    return None if percent > 100 and approximate else percent

@@ -14,7 +14,7 @@ from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.config import Config, MetricsConfig
 from torchtitan_lite.config.job import Job, build_job
 from torchtitan_lite.float8.selection import AUTO
-from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates, effective_peak
+from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
 from torchtitan_lite.training.model import MetaModel, build_meta_model
 
@@ -252,7 +252,7 @@ def _plan_rates(tps: float, ledger: FlopsLedger, device: DeviceSpec) -> dict[str
     """Utilisations at a rate, and the peaks in TFLOPS by which they divide."""
     flops, known = ledger.by_precision, published_peaks(device)
     at = compute_rates(tps, ledger=ledger, peaks=Peaks(device.name, known))
-    effective = effective_peak(flops, known)
+    effective = at["mfu"] and 100 * at["tflops"] / at["mfu"]
     weighted = sum(count * known.get(name, 0) for name, count in flops.items())
     arithmetic = weighted / ledger.total if effective else None
     return {name: at[name] for name in RATES} | {

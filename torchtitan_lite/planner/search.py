@@ -44,7 +44,6 @@ SEQ_LEN = "training.seq_len"
 LOCAL = "training.local_batch_size"
 GLOBAL = "training.global_batch_size"
 MODE = "activation_checkpoint.mode"
-OPTION = "activation_checkpoint.selective_ac_option"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
 FLOAT8 = "float8.enable_float8_linear"
 RECIPE = "float8.recipe_name"
@@ -54,7 +53,7 @@ FILTERS = "float8.filter_fqns"
 SCALED = "float8.scale_gradients_in_matmul"  # not searched, but off where it has no effect
 SEARCHED = (
     *(REPLICATE, SHARD, CP, TP, ASYNC_TP, PP, LOCAL, MICROBATCH),
-    *(MODE, OPTION, RESHARD, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
+    *(MODE, RESHARD, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
 )
 
 Settings = dict[str, Any]
