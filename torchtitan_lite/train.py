@@ -27,7 +27,6 @@ from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, RunError
 from torchtitan_lite.base.files import allow_open_files, own_sources
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts
-from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
 from torchtitan_lite.config import Config, format_help, load_config, own_names, shared_settings
@@ -161,6 +160,8 @@ def finish(trainer: Trainer, *, stopped_by: str | None) -> None:
 def export_last(trainer: Trainer) -> None:
     """Write the last checkpoint as a Hugging Face model beside it. A model that is there already is
     kept if this start of the run has trained no step."""
+    from torchtitan_lite.checkpoint.hf_export import export_hf  # few runs export
+
     saved, settings = trainer.checkpointer.last_saved, trainer.config.checkpoint
     if saved is None:  # initial_load_path's checkpoint is of the last step already
         logger.warning("[checkpoint] last_save_in_hf = true, but no step was trained and saved")

@@ -14,9 +14,13 @@ from launching import ENV, ROOT
 from processes import kill_tree, signal_tree
 
 from torchtitan_lite.checkpoint.compare import compare
-from torchtitan_lite.checkpoint.folders import DRAFT_PREFIX, step_folder, steps_with_manifest
+from torchtitan_lite.checkpoint.folders import (
+    DRAFT_PREFIX,
+    find_problems,
+    step_folder,
+    steps_with_manifest,
+)
 from torchtitan_lite.checkpoint.manifest import read_manifest
-from torchtitan_lite.checkpoint.reading import verify_checkpoint
 
 LONGEST_S = 3.0
 """From when a run has taken its folder to a kill at any moment."""
@@ -87,7 +91,7 @@ def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_sa
         broken=[
             f"step {step}: {problem}"
             for step in steps
-            for problem in verify_checkpoint(step_folder(checkpoints, step), hashes=True)
+            for problem in find_problems(step_folder(checkpoints, step), hashes=True)
         ],
     )
 

@@ -23,7 +23,7 @@ def test_weights_arrive_bit_by_bit_on_other_numbers_of_processes(tmp_path: Path)
     try:
         for layout in LAYOUTS:
             state = {f"model.{name}": torch.zeros_like(each) for name, each in weights.items()}
-            load_torchtitan(tmp_path / layout, state, tied=False, stages=None, group=None)
+            load_torchtitan(tmp_path / layout, state, stages=None, group=None)
             assert all(torch.equal(state[f"model.{name}"], each) for name, each in weights.items())
     finally:
         dist.destroy_process_group()

@@ -41,7 +41,7 @@ def main() -> None:
             f"model.{fqn}": distribute_tensor(torch.zeros_like(each), mesh, [Shard(each.ndim - 1)])
             for fqn, each in weights.items()
         }
-        load_torchtitan(folder / name, state, tied=False, stages=None, group=dist.group.WORLD)
+        load_torchtitan(folder / name, state, stages=None, group=dist.group.WORLD)
         for fqn, each in weights.items():
             loaded = state[f"model.{fqn}"]
             assert isinstance(loaded, DTensor) and torch.equal(loaded.full_tensor(), each), fqn

@@ -374,8 +374,8 @@ def test_a_folder_without_weights_is_refused_with_what_is_there(folder, tmp_path
         ("other", r"other holds notes\.txt"),
         ("file", "file cannot be listed: Not a directory"),
         ("none/x", "none/x cannot be listed: No such file or directory"),
-        ("theirs", "theirs holds .*/theirs/checkpoint/step-100"),
-        ("checkpoint", "holds .*/step-00000010, .*/step-00000020, .*/step-00000040"),
+        ("theirs", "theirs holds checkpoint"),
+        ("checkpoint", "holds step-00000010, .*, step-00000040"),
     ):
         with pytest.raises(CheckpointError, match=rf"initial_load_path: .*{reason}\.{kinds}"):
             folders.find_kind(tmp_path / name)

@@ -68,16 +68,10 @@ def test_rotary_frequencies_and_a_tied_output_may_be_saved_too(tmp_path):
     llama.save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     weights = safetensors.torch.load(path.read_bytes())
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"] = torch.ones(3)  # transformers ignores it too
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
     assert logit_difference(loaded(tmp_path, TIED), llama) < 1e-5
-
-    weights["lm_head.weight"][3, 3] += 1
-    safetensors.torch.save_file(weights, path, metadata={"format": "pt"})
-    message = r"lm_head\.weight: tied to model\.embed_tokens\.weight -> another"
-    with pytest.raises(CheckpointError, match=message):
-        loaded(tmp_path, TIED)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +161,6 @@ STRANGERS = {f"extra{i:02d}": torch.zeros(1) for i in range(23)}
         (lambda d: edit_config(d, mlp_bias=True), "config.json cannot be loaded: mlp_bias = "),
         (lambda d: edit_config(d, num_hidden_layers=5), r"s.5.input\S+ missing -> \[256\]; "),
         (lambda d: edit_config(d, num_hidden_layers=10**9), "n_layers is 10{9}, .* 57 weights"),
-        (lambda d: edit_config(d, tie_word_embeddings=True), f"{HEAD}: tied to .* -> another"),
         (lambda d: edit_config(d, vocab_size=301), rf"{HEAD}: \[301, 256\] -> \[300, 256\]"),
         (lambda d: edit_weights(d, **{HEAD: None}), rf"{CONFIG} .*: {HEAD}: .* -> missing"),
         (lambda d: edit_weights(d, **{NORM: torch.zeros(256).double()}), r"float16 -> float64"),

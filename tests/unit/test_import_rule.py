@@ -19,8 +19,11 @@ FLOORS = [set(re.findall(r"`(\w+)`", line)) for line in re.findall(r"^\d+\. .*$"
 SEE_THE_JOB = {"config", "planner", "tools", "train", "training"}
 """Rooms that may handle the whole Config or Job. All others take a section or plain values."""
 LATE = {
+    ("checkpoint.checkpointer", "checkpoint.hf_folder.load_hf"),
+    ("checkpoint.checkpointer", "checkpoint.torchtitan_folder.load_torchtitan"),
     ("data.corpus", "data.store_writer.open_cached"),
     ("data.tokenizer", "data.normalizer.check_growth"),
+    ("train", "checkpoint.hf_export.export_hf"),
     ("training.model", "parallel.pipeline.PipelinedMicrobatches"),
     ("training.optim", "training.bfloat16_adamw.BFloat16AdamW"),
     ("training.trainer", "float8.numerics.NumericsMonitor"),
@@ -28,7 +31,7 @@ LATE = {
     ("training.trainer", "training.samples.Samples"),
 }
 """Imports in a function: a run on a token store loads no code that makes one, and a run without
-pipeline, traces and the like not theirs."""
+pipeline, traces, another project's weights and the like not theirs."""
 WITHOUT_TORCH = ["base.files", "base.jsonfile", "base.terminal", "config", "config.job"]
 WITHOUT_TORCH += [f"catalog.{path.stem}" for path in PACKAGE.glob("catalog/[a-z]*.py")]
 WITHOUT_TORCH += ["run.launch", "tools.runs"]
@@ -166,11 +169,12 @@ sys.addaudithook(lambda event, args: event == "import" and args[0] == "torch.dis
 sys.argv = ["train", "--help"]
 runpy.run_module("torchtitan_lite.train", run_name="__main__")
 heavy = {"torchao", "torch._inductor.compile_fx", "torch._functorch.partitioners", "networkx",
-         "tensorboard", "wandb"}
+         "tensorboard", "wandb", "safetensors"}
 heavy |= {f"torchtitan_lite.data.{name}" for name in ("store_writer", "sources", "rows",
           "hf_dataset", "normalizer")}
 heavy |= {f"torchtitan_lite.{name}" for name in ("training.profiling", "training.samples",
-          "models.generate", "parallel.pipeline", "training.bfloat16_adamw", "float8.numerics")}
+          "models.generate", "parallel.pipeline", "training.bfloat16_adamw", "float8.numerics",
+          "models.hf_llama")}
 heavy |= {"torch.distributed.pipelining.schedules"}
 print(heavy & {*sys.modules}, seen[0], gc.isenabled(), gc.get_freeze_count() > 100_000)
 """

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torchtitan_lite.base.errors import (
     CheckpointError,
     ConfigError,
 )
+from torchtitan_lite.checkpoint import hf_export
 from torchtitan_lite.config import (
     CheckpointConfig,
     CommConfig,
@@ -92,7 +94,8 @@ def test_the_last_checkpoint_is_exported_in_its_type_unless_it_was_before(
     tmp_path, monkeypatch, keys, dtype
 ):
     exports: list[tuple[Path, Path, str]] = []
-    monkeypatch.setattr(train, "export_hf", lambda *paths, dtype: exports.append((*paths, dtype)))
+    export = Mock(side_effect=lambda *paths, dtype: exports.append((*paths, dtype)))
+    monkeypatch.setattr(hf_export, "export_hf", export)
     saved, exported = tmp_path / "step-00000020", tmp_path / "step-00000020-hf"
     for first_step, exists, count in ((1, False, 1), (21, False, 2), (21, True, 2), (1, True, 3)):
         exported.mkdir(exist_ok=True) if exists else None

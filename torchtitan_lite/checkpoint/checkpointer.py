@@ -28,22 +28,20 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.catalog.run_files import SAVE_REQUEST
 from torchtitan_lite.config import CheckpointConfig
-from torchtitan_lite.config.keys import show
 
 from . import folders
 from . import state as states
-from .hf_folder import load_hf
 from .manifest import (
     CheckpointManifest,
     FileEntry,
     TrainingProgress,
     broken_files,
+    check_model,
+    check_tensors,
     write_manifest,
 )
-from .matching import check_model, check_tensors
 from .reading import METADATA, SafeReader, first_failure, open_on_all_ranks
 from .resume import Resume, new_disk_group, verify
-from .torchtitan_folder import load_torchtitan
 
 
 class Checkpointer:
@@ -96,7 +94,7 @@ class Checkpointer:
         path, manifest = resume.path, resume.manifest
         saved, state = manifest.tensors, states.model_state(self._model)
         if resume.new_moments:
-            saved = {name: each for name, each in saved.items() if name.startswith("model.")}
+            saved = {name: each for name, each in saved.items() if name.startswith(states.PREFIX)}
         else:
             state = states.training_state(self._model, self._optimizer)
         if not manifest.has_weights_only:  # they may have another data type, export_dtype
@@ -122,21 +120,24 @@ class Checkpointer:
                 "name the folder of a Hugging Face model (config.json and .safetensors files)."
             )
         if kind == "torchtitan":
-            tied = args.tie_embeddings
-            load_torchtitan(path, state, tied=tied, stages=self._stages, group=self.group)
+            # Imported here, as the next, because most runs start without such weights.
+            from .torchtitan_folder import load_torchtitan
+
+            load_torchtitan(path, state, stages=self._stages, group=self.group)
         elif kind == "Hugging Face":
+            from .hf_folder import load_hf
+
             load_hf(path, state, args, group=self.group)
         else:
             manifest = verify(path)
             check_model(manifest.model, self._manifest.model, path=path)
             self._read(path, state)
 
-        for of_rank in on_all_ranks(lambda: states.count_not_finite(state)):
-            for name, count in of_rank.items():
-                raise CheckpointError(
-                    f"[checkpoint] initial_load_path: {path} cannot be trained from: {name} has "
-                    f"{count} values that are NaN or infinite; name another checkpoint."
-                )
+        for name in sum(on_all_ranks(lambda: states.not_finite(state)), []):
+            raise CheckpointError(
+                f"[checkpoint] initial_load_path: {path} cannot be trained from: {name} has values "
+                "that are NaN or infinite; name another checkpoint."
+            )
         logger.info(f"weights from {path}, of {kind}")
 
     def _read(self, path: Path, state: dict[str, Tensor]) -> None:
@@ -166,7 +167,8 @@ class Checkpointer:
         the state is not finite."""
         self.wait()
         if weights_only := last and self._settings.last_save_model_only:
-            state = self._exported_weights()
+            weights, dtype = states.model_state(self._model), self._settings.export_dtype
+            state = {name: each.to(getattr(torch, dtype)) for name, each in weights.items()}
         else:
             state = states.training_state(self._model, self._optimizer)
         tensors = states.stage_entries(state, stages=self._stages)
@@ -176,15 +178,6 @@ class Checkpointer:
         else:
             copy = self._stager.stage(state)
             self._saving = self._thread.submit(self._write, copy, manifest)
-
-    def _exported_weights(self) -> dict[str, Tensor]:
-        """Return the weights in export_dtype, or unchanged if a value is out of its range."""
-        state, dtype = states.model_state(self._model), self._settings.export_dtype
-        exported = {name: weight.to(getattr(torch, dtype)) for name, weight in state.items()}
-        if any(on_all_ranks(lambda: states.count_not_finite(exported), group=self.group)):
-            logger.warning(f"[checkpoint] export_dtype = {show(dtype)} cannot hold all weights")
-            return state
-        return exported
 
     def wait(self) -> None:
         """Wait for a save in the background. Raises as `save` does."""

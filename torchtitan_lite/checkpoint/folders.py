@@ -202,36 +202,22 @@ def find_checkpoints(path: Path) -> list[Path]:
     of checkpoints. Raises CheckpointError if there is none."""
     if path.exists() and (STEP.fullmatch(path.name) or (path / MANIFEST).is_file()):
         return [path]
-    if found := _checkpoints_in(path):
-        return found
+    children = sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
+    for folder in (path, *children):
+        if steps := steps_with_folder(folder):
+            return [step_folder(folder, step) for step in steps]
     problem = "has no checkpoints" if path.exists() else "is missing"
     rule = "name a run folder, its folder of checkpoints, or a step's"
     raise CheckpointError(f"{path} {problem}; {rule}.")
 
 
-def _checkpoints_in(path: Path) -> list[Path]:
-    """Return the checkpoints in a folder of checkpoints or a run folder, by step."""
-    children = sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
-    for folder in (path, *children):
-        if steps := steps_with_folder(folder):
-            return [step_folder(folder, step) for step in steps]
-    return []
-
-
 @contextmanager
 def naming(path: Path, *, fix: str = "") -> Iterator[None]:
-    """Add the path of the checkpoint and a `fix` to the message of a BrokenCheckpoint; if it is the
-    path of a run, name its checkpoints."""
+    """Add the path of the checkpoint and a `fix` to the message of a BrokenCheckpoint."""
     try:
         yield
     except BrokenCheckpoint as broken:
-        if there := _checkpoints_in(path):
-            named = ", ".join(map(str, there[-8:]))
-            raise BrokenCheckpoint(
-                f"{path} is no checkpoint, and has {named}: name one"
-            ) from broken
-        problem = "is broken" if path.exists() else "is missing"
-        raise BrokenCheckpoint(f"{path} {problem}: {broken}{fix}") from broken
+        raise BrokenCheckpoint(f"{path} is broken: {broken}{fix}") from broken
 
 
 def find_kind(path: Path) -> str:
@@ -242,9 +228,7 @@ def find_kind(path: Path) -> str:
     except OSError as error:
         names, reason = [], f"cannot be listed: {error.strerror}"
     else:
-        inside = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]
-        held = sorted(str(metadata.parent) for metadata in inside) or names
-        reason = f"holds {', '.join(held[-8:]) or 'nothing'}"
+        reason = f"holds {', '.join(names[-8:]) or 'nothing'}"
 
     # One of this project that has lost its manifest is broken, and not of torchtitan, which does
     # not fill the step with zeros.

@@ -27,9 +27,10 @@ from torchtitan_lite.models.hf_llama import hf_config, hf_names, to_hf
 from torchtitan_lite.models.init import all_finite
 
 from .folders import naming, storage_errors, unwritable
-from .hf_folder import INDEX, PREFIX, SINGLE, open_weights
+from .hf_folder import INDEX, SINGLE, open_weights
 from .manifest import CheckpointManifest, TensorEntry
 from .reading import SafeReader
+from .state import PREFIX
 
 FRAME = {"add_bos_token": True, "add_eos_token": False}
 """Settings of an exported tokenizer. As in training, a text begins with BOS; EOS would end a

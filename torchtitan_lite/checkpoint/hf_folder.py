@@ -23,17 +23,14 @@ from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.config import check_model_table, show_settings
 from torchtitan_lite.config.differences import changes
 from torchtitan_lite.models import hf_llama
-from torchtitan_lite.models.hf_llama import EMBEDDING, HEAD, from_hf, hf_names, model_args
+from torchtitan_lite.models.hf_llama import HEAD, from_hf, hf_names, model_args
 from torchtitan_lite.models.init import local_offset, local_part
 from torchtitan_lite.models.llama3 import Transformer
 
-from .manifest import BrokenCheckpoint, TensorEntry
-from .matching import check_model, listed
+from .manifest import BrokenCheckpoint, TensorEntry, check_model, listed
 from .reading import SafeReader, open_checkpoint
-from .state import entries
+from .state import PREFIX, entries
 
-PREFIX = "model."
-"""Prefix of the names of weights in a checkpoint."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("float32", "bfloat16", "float16")
 """Data types of weights."""
@@ -53,11 +50,11 @@ def load_hf(
     another model than `args`."""
 
     def load() -> None:
+        """Read this rank's parts."""
         reader = HfReader(folder)
         fix = f"Set [model] {show_settings(model_settings(reader.args))}"
         check_model(asdict(reader.args), asdict(args), path=folder, fix=fix)
-        for name, target in state.items():
-            reader.read_into(name, target)
+        reader.load(state)
 
     on_all_ranks(load, group=group)
     logger.info(f"{folder} is a Hugging Face model, which has no hashes: its values are unverified")
@@ -78,14 +75,12 @@ class HfReader:
             if not name.endswith(ROPE_BUFFER):
                 found |= entries({name: self._map(name)})
 
-        head = found.pop(HEAD, None) if self.args.tie_embeddings else None
+        if self.args.tie_embeddings:  # transformers ignores a saved output too
+            found.pop(HEAD, None)
         with hf_errors(config):
             shapes = weight_shapes(self.args, most_layers=len(found))
         self._names = hf_names(self.args, prefix=PREFIX)
         problems = weight_problems({self._names[name]: shapes[name] for name in self._names}, found)
-        if head is not None and not problems:
-            same = head == found[EMBEDDING] and self._map(HEAD).equal(self._map(EMBEDDING))
-            problems += [] if same else [f"{HEAD}: tied to {EMBEDDING} -> another"]
         if problems:
             raise CheckpointError(
                 f"{folder} differs from its config.json (expected -> found): {listed(problems)}."
@@ -99,20 +94,17 @@ class HfReader:
             with safe_open(path, framework="pt") as file:
                 return file.get_tensor(name)
 
-    def read(self, name: str) -> Tensor:
-        """Return a weight, mapped into memory unless its rows are permuted."""
-        return from_hf(name, self._map(self._names[name]), self.args)
-
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Copy this rank's part of a weight into `target`, sharded or not, of any data type."""
-        local, start = local_part(target), local_offset(target)
-        rows, *columns = (slice(i, i + n) for i, n in zip(start, local.shape, strict=True))
-        all_rows = (slice(None), *columns)
-        weight = self._map(self._names[name])[all_rows]
-        # Of wq and wk, row i of ours is row `there[i]` of theirs.
-        here = torch.arange(len(weight))
-        there = from_hf(name, here, self.args)
-        local.copy_(weight[rows if there is here else there[rows]])
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Copy this rank's part of each weight into `state`, sharded or not, of any data type."""
+        for name, target in state.items():
+            local, start = local_part(target), local_offset(target)
+            rows, *columns = (slice(i, i + n) for i, n in zip(start, local.shape, strict=True))
+            all_rows = (slice(None), *columns)
+            weight = self._map(self._names[name])[all_rows]
+            # Of wq and wk, row i of ours is row `there[i]` of theirs.
+            here = torch.arange(len(weight))
+            there = from_hf(name, here, self.args)
+            local.copy_(weight[rows if there is here else there[rows]])
 
 
 def weight_files(folder: Path) -> dict[str, Path]:

@@ -1,4 +1,5 @@
-"""The manifest of a checkpoint: its contents, and the size and SHA-256 of each file.
+"""The manifest of a checkpoint: its contents, and the size and SHA-256 of each file; and the checks
+that a folder and a run are as it says.
 
 It is written last: a folder without one is not a checkpoint. Does not import torch.
 """
@@ -25,6 +26,7 @@ from torchtitan_lite.base.jsonfile import (
     validate_hashed_json,
     write_hashed_json,
 )
+from torchtitan_lite.config.differences import changes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -35,6 +37,8 @@ TENSORS_SUFFIX = ".distcp"
 SAVED_FILES = rf"\.metadata|__\d+_\d+\{TENSORS_SUFFIX}|rank-\d{{5}}\.json"
 """Names of the other files: DCP's table of tensors, the tensors, and of 0.3 and earlier
 the state of random generators, which nothing reads."""
+MOST_LISTED = 8
+"""Most differences that a message lists."""
 
 Size = Annotated[Count, Field(ge=1)]
 FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
@@ -198,3 +202,37 @@ def unreadable(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"[checkpoint] {path} cannot be read: {error.strerror}; {storage_fix(error)}."
     )
+
+
+def check_model(
+    saved: Mapping[str, Any], wanted: Mapping[str, Any], *, path: Path, fix: str = ""
+) -> None:
+    """Raise CheckpointError, with the `fix`, unless the checkpoint's model has the dimensions of
+    this run's model."""
+    ignored = dict.fromkeys(("max_seq_len", "document_bos_id"))  # of the text, not of the weights
+    if differing := changes({**saved, **ignored}, {**wanted, **ignored}):
+        fix = fix or "Set [model] flavor, or these keys of it, and tokenizer_path to the saved ones"
+        raise CheckpointError(
+            f"[model] {path} is of another model: {'; '.join(differing)}. {fix}, or name another "
+            "checkpoint or another [job] dump_folder."
+        )
+
+
+def check_tensors(
+    saved: Mapping[str, TensorEntry], wanted: Mapping[str, TensorEntry], *, path: Path
+) -> None:
+    """Raise CheckpointError unless the checkpoint at `path` has the tensors of this run."""
+    if differing := changes(saved, wanted, absent="missing", text=str):
+        raise CheckpointError(
+            f"[checkpoint] {path} does not fit this run, as {len(differing)} tensors differ: "
+            f"{listed(differing)}. Set [model], [training] dtype and [optimizer] state_dtype to "
+            "the saved run's, or for new moments [checkpoint] exclude_from_loading = "
+            '["optimizer"]; or name another checkpoint or another [job] dump_folder.'
+        )
+
+
+def listed(differences: list[str]) -> str:
+    """Join the first differences for a message, and count the others."""
+    more = len(differences) - MOST_LISTED
+    others = [f"and {more} more"] if more > 0 else []
+    return "; ".join(differences[:MOST_LISTED] + others)

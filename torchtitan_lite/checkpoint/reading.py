@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
+from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -34,15 +34,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
 
 from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.files import ABSENT
 from torchtitan_lite.base.jsonfile import read_regular
 
 from .folders import find_problems
-from .manifest import BrokenCheckpoint, FileEntry, TensorEntry, read_manifest, unreadable
-from .matching import listed
+from .manifest import (
+    BrokenCheckpoint,
+    FileEntry,
+    TensorEntry,
+    listed,
+    read_manifest,
+    unreadable,
+)
 
 R = TypeVar("R", bound="TableReader")
 METADATA = ".metadata"
@@ -180,8 +185,10 @@ def _check_place(index: MetadataIndex, place: _StorageInfo, sizes: Mapping[str, 
         raise BrokenCheckpoint(f"has a part of {index.fqn} without an offset")
 
 
-def _check_tensor(name: str, tensor: TensorStorageMetadata) -> None:
-    """Raise BrokenCheckpoint unless the parts of a tensor have as many elements as it has."""
+def _check_tensor(name: str, tensor: Any) -> None:
+    """Raise BrokenCheckpoint unless an entry is a tensor, whose parts have as many elements."""
+    if not isinstance(tensor, TensorStorageMetadata):  # DCP would unpickle it
+        raise BrokenCheckpoint(f"has {name}, which is not a tensor")
     sizes = [tensor.size, *(part.sizes for part in tensor.chunks)]
     if not all(type(size) is torch.Size for size in sizes):
         raise BrokenCheckpoint(f"has {name} with a size of another type")
@@ -210,7 +217,7 @@ class TableReader(FileSystemReader):
         only this process reads. Raises BrokenCheckpoint."""
         try:
             options = {"process_group": group, "no_dist": group is None}
-            dcp.load(state, storage_reader=self, planner=SafePlanner(), **options)
+            dcp.load(state, storage_reader=self, **options)
         except CheckpointException as error:
             raise BrokenCheckpoint(first_failure(error)) from error
 
@@ -248,14 +255,6 @@ def open_on_all_ranks(open_reader: Callable[[], R]) -> R:
     return readers[0]
 
 
-class SafePlanner(DefaultLoadPlanner):
-    """Planner that loads tensors and nothing else."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Raise BrokenCheckpoint: an entry that is not a tensor would be unpickled."""
-        raise BrokenCheckpoint(f"{read_item.dest_index.fqn} is not a tensor")
-
-
 def first_failure(error: CheckpointException) -> str:
     """Return the error of the lowest rank that failed in DCP, on one line."""
     rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
@@ -268,14 +267,3 @@ def open_checkpoint(path: Path, *, hashes: bool) -> SafeReader:
     if problems := find_problems(path, hashes=hashes):
         raise BrokenCheckpoint(listed(problems))
     return SafeReader(path)
-
-
-def verify_checkpoint(path: Path, *, hashes: bool) -> list[str]:
-    """Return the problems of the files of a checkpoint or, without any, of its table."""
-    if problems := find_problems(path, hashes=hashes):
-        return problems
-    try:
-        SafeReader(path)
-    except BrokenCheckpoint as broken:
-        return [str(broken)]
-    return []

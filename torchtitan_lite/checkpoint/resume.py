@@ -36,15 +36,12 @@ class Resume:
 
     def check_can_train(self, *, last_step: int) -> None:
         """Raise CheckpointError if the run has steps left and the checkpoint has only weights."""
-        step = self.progress.step
-        if step < last_step and self.manifest.has_weights_only:
-            there = folders.steps_with_folder(self.path.parent)
-            others = ", ".join(str(other) for other in there if other != step) or "none"
+        if self.progress.step < last_step and self.manifest.has_weights_only:
             raise CheckpointError(
                 f"[checkpoint] load_step: {self.path} has only weights, as its run had "
                 "last_save_model_only = true, and cannot be resumed. Set load_step to an earlier "
-                f"step (there are: {others}), or in another [job] dump_folder start a run with "
-                f'initial_load_path = "{self.path}".'
+                "step, or in another [job] dump_folder start a run with initial_load_path = "
+                f'"{self.path}".'
             )
 
 

@@ -13,14 +13,17 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import NumericError
 from torchtitan_lite.base.torchao_types import is_gathered_in_float8
-from torchtitan_lite.models.init import all_finite, local_part
+from torchtitan_lite.models.init import all_finite
 
 from .manifest import TensorEntry
+
+PREFIX = "model."
+"""Prefix of the names of weights."""
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of `model` by name, sharing their storage."""
-    return {f"model.{fqn}": _plain(parameter) for parameter, fqn in _names(model).items()}
+    return {f"{PREFIX}{fqn}": _plain(parameter) for parameter, fqn in _names(model).items()}
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -87,20 +90,16 @@ def stage_entries(
     return merged
 
 
-def count_not_finite(state: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return, for each tensor with NaN or infinity in this rank's part, how many values are."""
-    return {
-        name: int((~local_part(tensor).isfinite()).sum())
-        for name, tensor in state.items()
-        if not all_finite(tensor)
-    }
-
-
 def check_finite(state: Mapping[str, Tensor], *, step: int) -> None:
     """Raise NumericError if this rank's part of a tensor has a value that is not finite."""
-    for name in count_not_finite(state):
+    for name in not_finite(state):
         raise NumericError(
             f"{name} is no longer finite after step {step}, so that step is not saved. Resume "
-            "from an earlier checkpoint with a lower [optimizer] lr or a longer "
-            "[lr_scheduler] warmup_steps."
+            "from an earlier checkpoint with a lower [optimizer] lr or a longer [lr_scheduler] "
+            'warmup_steps, or if [checkpoint] export_dtype is "float16" with "float32".'
         )
+
+
+def not_finite(state: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors with NaN or infinity in this rank's part."""
+    return [name for name, tensor in state.items() if not all_finite(tensor)]

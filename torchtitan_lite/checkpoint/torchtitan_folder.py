@@ -8,20 +8,15 @@ Names and order of rows are this model's: both follow Meta's checkpoints.
 import math
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_lite.base.collectives import on_all_ranks
-from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.models.init import local_part
 
 from .folders import naming
-from .manifest import TENSORS_SUFFIX
-from .matching import check_tensors
+from .manifest import TENSORS_SUFFIX, check_tensors
 from .reading import TableReader, open_on_all_ranks, read_table
-from .state import stage_entries
+from .state import PREFIX, stage_entries
 
 IGNORED = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
 """First part of the names of entries that are no weights."""
@@ -29,51 +24,36 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts that torch.compile and activation checkpointing insert into names."""
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 """Data types of weights."""
-EMBEDDING, OUTPUT = "model.tok_embeddings.weight", "model.output.weight"
 
 
 def load_torchtitan(
     folder: Path,
     state: dict[str, Tensor],
     *,
-    tied: bool,
     stages: dist.ProcessGroup | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Read the weights in `folder`, of any data type, into the model's weights `state`, `tied` if
-    the embedding is also the output. `stages` is the group of ranks that share the model.
-    Collective. Raises CheckpointError if the weights are broken or of another model."""
+    """Read the weights in `folder`, of any data type, into the model's weights `state`. `stages` is
+    the group of ranks that share the model. Collective. Raises CheckpointError if the weights are
+    broken or of another model, such as one with tied embeddings, which these versions have not."""
     # Lets torch load the wrapper of weights that a float8 run gathers; bf16 runs do without.
     import torchao.float8.fsdp_utils  # noqa: F401
 
     with naming(folder):
         reader = open_on_all_ranks(lambda: open_torchtitan(folder))
 
-    # A tied model has no output; a stored one is compared with the embedding.
-    wanted = dict(state)
-    if tied and OUTPUT in reader.tensors:
-        wanted[OUTPUT] = torch.empty_like(state[EMBEDDING])
-
     # Names and shapes must agree; any data type is converted.
-    expected = stage_entries(wanted, stages=stages)
+    expected = stage_entries(state, stages=stages)
     found = dict(reader.tensors)
     for name in found.keys() & expected.keys():
         if found[name].dtype in FLOATS and found[name].shape == expected[name].shape:
             found[name] = expected[name]
     check_tensors(found, expected, path=folder)
     # Where parts of a weight overlap, others are missing. They stay NaN, which the caller refuses.
-    for weight in wanted.values():
+    for weight in state.values():
         weight.fill_(math.nan)
     with naming(folder):
-        reader.load(wanted, group=group)
-
-    if tied and OUTPUT in wanted:
-        output, embedding = local_part(wanted[OUTPUT]), local_part(wanted[EMBEDDING])
-        if not all(on_all_ranks(lambda: torch.equal(output, embedding))):
-            raise CheckpointError(
-                f"[model] tie_embeddings = true, and {folder} has an output.weight that differs "
-                "from its tok_embeddings.weight; set it to false."
-            )
+        reader.load(state, group=group)
     logger.info(f"{folder} is unverified: torchtitan saves no hashes and no RoPE settings")
 
 
@@ -88,5 +68,5 @@ def weight_name(entry: str) -> str | None:
     """Return the name in our checkpoints of an entry; None for one that is no weight."""
     for wrapper in WRAPPERS:
         entry = entry.replace(wrapper, "")
-    name = entry.removeprefix("model.")
-    return None if name.partition(".")[0] in IGNORED else f"model.{name}"
+    name = entry.removeprefix(PREFIX)
+    return None if name.partition(".")[0] in IGNORED else f"{PREFIX}{name}"

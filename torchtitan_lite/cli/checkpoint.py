@@ -4,8 +4,8 @@
   verify PATH...   read every byte of checkpoints and report damage
   diff A B         print how the tensors of two differ
 
-FOLDER is a run folder or its folder of checkpoints, PATH one of these or a step's folder, A and B
-are step folders.
+FOLDER is a run folder or its folder of checkpoints. PATH, A and B are one of these or a step's
+folder; diff takes the newest checkpoint of a run.
 
 Exit codes: 1 if two checkpoints differ, 4 if one is broken or missing, 7 if the disk fails.
 """
@@ -13,8 +13,8 @@ Exit codes: 1 if two checkpoints differ, 4 if one is broken or missing, 7 if the
 import argparse
 from pathlib import Path
 
-from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.checkpoint.folders import find_checkpoints
+from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint
 from torchtitan_lite.checkpoint.table import format_checkpoints
 
 
@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("--quick", action="store_true", help="sizes only: do not read every byte")
 
     diff = commands.add_parser("diff", help="print the differences; exit code 1 if there are any")
-    diff.add_argument("old", type=Path, metavar="A", help="step folder")
-    diff.add_argument("new", type=Path, metavar="B", help="step folder")
+    diff.add_argument("old", type=Path, metavar="A", help=text)
+    diff.add_argument("new", type=Path, metavar="B", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,19 +42,21 @@ def run(args: argparse.Namespace) -> int:
 
     # Imported here because torch takes seconds to import, and ls does without.
     from torchtitan_lite.checkpoint.compare import compare
-    from torchtitan_lite.checkpoint.reading import verify_checkpoint
+    from torchtitan_lite.checkpoint.reading import open_checkpoint
 
     if args.command == "diff":
-        differences = compare(args.old, args.new)
+        differences = compare(find_checkpoints(args.old)[-1], find_checkpoints(args.new)[-1])
         for name, difference in differences.items():
             print(f"{name}: {difference}")
         print(f"{len(differences)} tensors differ")
         return 1 if differences else 0
 
-    sound = "sizes are as written" if args.quick else "every byte is as written"
     code = 0
     for path in (path for each in args.paths for path in find_checkpoints(each)):
-        problems = verify_checkpoint(path, hashes=not args.quick)
-        print(*(f"{path}: {problem}" for problem in problems or [sound]), sep="\n")
-        code = CheckpointError.exit_code if problems else code
+        state = "sizes are as written" if args.quick else "every byte is as written"
+        try:
+            open_checkpoint(path, hashes=not args.quick)
+        except BrokenCheckpoint as broken:
+            state, code = str(broken), broken.exit_code
+        print(f"{path}: {state}")
     return code

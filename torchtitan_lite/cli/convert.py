@@ -1,7 +1,9 @@
 """Convert a checkpoint to a model that Hugging Face's transformers read.
 
-  export STEP_DIR OUT_DIR   write safetensors, config.json and, if transformers can read it, the
-                            tokenizer into a new folder
+  export FOLDER OUT_DIR   write safetensors, config.json and, if transformers can read it, the
+                          tokenizer into a new folder
+
+FOLDER is a step's folder, or that of a run, whose newest checkpoint is exported.
 
 Exit codes: 2 if the folder exists, 4 if the weights are broken or do not fit, 7 if the disk fails.
 """
@@ -9,13 +11,14 @@ Exit codes: 2 if the folder exists, 4 if the weights are broken or do not fit, 7
 import argparse
 from pathlib import Path
 
+from torchtitan_lite.checkpoint.folders import find_checkpoints
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add export."""
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face model")
-    text = "checkpoint: outputs/debug_model/checkpoint/step-00000030"
-    export.add_argument("step_dir", type=Path, help=text)
+    export.add_argument("folder", type=Path, help="run folder, or a step's folder")
     export.add_argument("out_dir", type=Path, help="folder to make")
     choices = ("float32", "bfloat16", "float16", "keep")
     text = "type of the weights (keep: as saved)"
@@ -26,4 +29,4 @@ def run(args: argparse.Namespace) -> None:
     """Export a checkpoint."""
     from torchtitan_lite.checkpoint.hf_export import export_hf  # torch takes seconds to import
 
-    export_hf(args.step_dir, args.out_dir, dtype=args.dtype)
+    export_hf(find_checkpoints(args.folder)[-1], args.out_dir, dtype=args.dtype)

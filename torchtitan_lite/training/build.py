@@ -11,8 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress
-from torchtitan_lite.checkpoint.matching import check_model
+from torchtitan_lite.checkpoint.manifest import (
+    CheckpointManifest,
+    TrainingProgress,
+    check_model,
+)
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config.differences import config_changes
 from torchtitan_lite.config.job import Job

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import NumericError
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.checkpoint.hf_folder import PREFIX
-from torchtitan_lite.checkpoint.state import model_state
+from torchtitan_lite.checkpoint.state import PREFIX, model_state
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.models.generate import (
