@@ -217,6 +217,7 @@ def prefetch(
     iterator = iter(batches)
 
     def make() -> Batch | None:
+        """Return the next batch, ready to be copied to the device; None after the last."""
         batch = next(iterator, None)
         if batch is None or device.type == "cpu":
             return batch

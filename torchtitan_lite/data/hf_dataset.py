@@ -13,7 +13,7 @@ from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.catalog.datasets import HF_PREFIX, NamedDataset
 from torchtitan_lite.config import expand_user
 
-from .rows import NO_FIELD, Row, build_row, check_string, reading
+from .rows import Row, build_row, check_string, reading
 
 
 def open_hf_dataset(dataset: NamedDataset) -> tuple[list[Callable[[], Iterator[Row]]], str]:
@@ -32,10 +32,6 @@ def open_hf_dataset(dataset: NamedDataset) -> tuple[list[Callable[[], Iterator[R
         path = str(folder) if folder.exists() else name
         builder = datasets.load_dataset_builder(path, dataset.hf_name)
         stream = builder.as_streaming_dataset(split=dataset.hf_split)
-        columns = stream.column_names
-        if columns is not None and field not in columns:
-            problem = NO_FIELD.format("column", field, f"{columns!r:.100}")
-            raise DataError(f"{dataset.path}: has {problem}")
         stream = stream.select_columns([field])
         count = stream.num_shards
         readers: list[Callable[[], Iterator[Row]]] = [

@@ -18,7 +18,6 @@ from torchtitan_lite.catalog.datasets import NamedDataset
 MAX_ROW_BYTES = 2**24
 """Longer rows are bad."""
 TOO_LONG = "longer than {} bytes"
-NO_FIELD = 'no {} "{}" among {}; --text-field or [training] text_field names it'
 MAX_ZSTD_WINDOW = 2**31
 """Bytes: the longest window, of zstd --long=31. Its decoder takes as much memory."""
 PART_BYTES = 2**22
@@ -91,7 +90,8 @@ def json_text(line: bytes, field: str) -> str:
     if not isinstance(fields, dict):
         raise ValueError(f"a JSON {type(fields).__name__}, not an object")
     if field not in fields:
-        raise ValueError(NO_FIELD.format("field", field, f"{list(fields)!r:.100}"))
+        fix = "--text-field or [training] text_field names it"
+        raise ValueError(f'no field "{field}" among {list(fields)!r:.100}; {fix}')
     return check_string(fields[field], field)
 
 
@@ -158,9 +158,12 @@ class _ZstdFile(io.RawIOBase):
         self._frame: Any = None  # None between frames
 
     def readable(self) -> bool:
+        """Return True, as io.BufferedReader asks."""
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """Fill the beginning of a buffer with the next bytes. Return their number, 0 at the end of
+        the file. Raises EOFError for a file that is cut off, and OSError for a broken one."""
         while not self._left:
             self._packed = self._packed or self._file.read(ZSTD_READ_BYTES)
             if not self._packed:

@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import os
 import sys
-import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -88,7 +87,7 @@ def make_store(
     `max_tokens`, or with the source. Raises DataError, OSError; StorageError without locks."""
     if not folder.name:
         raise DataError(f"{folder} is no name for a token store; name a new folder")
-    recipe, started = _recipe(source, tokenizer, max_tokens), time.monotonic()
+    recipe = _recipe(source, tokenizer, max_tokens)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.with_name(f".{folder.name}.lock")):
         if folder.exists():
@@ -107,10 +106,10 @@ def make_store(
         partial.rename(folder)
         fsync_folder(folder.parent)
 
-    store, seconds = TokenStore(folder), time.monotonic() - started
+    store = TokenStore(folder)
     logger.info(
         f"tokenized {source.name}: {store.documents:,} documents, {store.tokens:,} tokens, "
-        f"{store.manifest.skipped_rows} rows skipped, {seconds:.1f} s, {folder}"
+        f"{store.manifest.skipped_rows} rows skipped, {folder}"
     )
     return store
 
