@@ -198,40 +198,6 @@ def gather_float8_as_bytes() -> None:
         float8_ops.FLOAT8_OPS_TABLE[namespace.all_gather_into_tensor.default] = gather
 
 
-def scale_gradients_in_matmul() -> None:
-    """Give matmuls that accumulate in float32 their scales of rows and columns.
-
-    Changes: `addmm_float8_unwrapped` in torchao's `float8_ops`.
-    Why: torchao scales their products in another pass, as CUTLASS's kernel was slow. cuBLAS 12.9
-    has one for Hopper. The recipes' scales are powers of two, so that a product in bf16 is the same
-    unless it is below 2^-126: it is then rounded once instead of twice.
-    Upstream: pytorch/ao#1325. Seen: torchao 0.18. Remove: once torchao leaves it to `_scaled_mm`.
-    """
-    from torchao.float8 import float8_ops
-
-    multiply: Callable[..., Tensor] = inspect.unwrap(float8_ops.addmm_float8_unwrapped)
-
-    @wraps(multiply)
-    def multiply_scaled(
-        a: Tensor,
-        a_scale: Tensor,
-        b: Tensor,
-        b_scale: Tensor,
-        output_dtype: torch.dtype,
-        *,
-        use_fast_accum: bool,
-        **options: Any,
-    ) -> Tensor:
-        by_row = a_scale.shape == (a.shape[0], 1) and b_scale.shape == (1, b.shape[1])
-        if use_fast_accum or not by_row or any(each is not None for each in options.values()):
-            options["use_fast_accum"] = use_fast_accum
-            return multiply(a, a_scale, b, b_scale, output_dtype, **options)
-        inverses = a_scale.reciprocal(), b_scale.reciprocal()
-        return torch._scaled_mm(a, b, *inverses, out_dtype=torch.bfloat16).to(output_dtype)
-
-    float8_ops.addmm_float8_unwrapped = multiply_scaled
-
-
 @contextmanager
 def observe_float8_casts(observe: Callable[[Tensor, Any], None]) -> Iterator[None]:
     """Call `observe` with each tensor that is cast to float8 and its Float8TrainingTensor.

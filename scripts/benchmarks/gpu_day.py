@@ -3,7 +3,7 @@
 python scripts/benchmarks/gpu_day.py run [--out FOLDER] [--budget SECONDS] [--only PART ...]
 python scripts/benchmarks/gpu_day.py table FILE         tables for docs/performance.md
 
-Parts, the most important first: kernels, tests, rows, scaled, profile. Each is a process of its own
+Parts, the most important first: kernels, tests, rows, profile. Each is a process of its own
 with a share of the time; what a part does not use is for those after it. FOLDER gets logs, the
 trace, and results.json, which is written after every part. Ctrl-C or SIGTERM ends the running part,
 keeps what it has measured, and exits with code 75. `torchtitan-lite plan --measured
@@ -38,7 +38,6 @@ from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import read_json_object
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
-from torchtitan_lite.config import Float8Config
 from torchtitan_lite.metrics.hardware import device_name
 from torchtitan_lite.planner.measured import DATA_SHEET, VERSION
 from torchtitan_lite.tools.bench import ROWS, format_rows, row_words
@@ -51,7 +50,6 @@ END_S = 30.0
 BUDGET_S = 1440.0  # with starts and ends below 25 minutes
 TOP_KERNELS = 25
 BENCH_ROWS = sorted(ROWS, key=lambda name: not name.endswith("compiled"))  # these first
-SWITCH = "scale_gradients_in_matmul"  # of [float8]: outer-vector scales in row-wise recipes
 Results = dict[str, Any]
 
 
@@ -105,19 +103,11 @@ def read_rows(folder: Path) -> Results:
     return {"table": format_rows([run for run in runs if (run / "metrics.jsonl").exists()])}
 
 
-def train_row(part: str, row: str, *options: str) -> Callable[[Path, float], list[str]]:
-    """Command that trains a row of the benchmark with `options` in a folder called `part`."""
-
-    def command(folder: Path, seconds: float) -> list[str]:
-        words = [*row_words(row, (), on="GPU"), f"--job.dump_folder={folder / part}"]
-        return torchrun(["-m", "torchtitan_lite.train", *words, *options], processes=1)
-
-    return command
-
-
-def read_scaled(folder: Path) -> Results:
-    """The table of that row."""
-    return {"table": format_rows([folder / "scaled"])}
+def run_profile(folder: Path, seconds: float) -> list[str]:
+    """Command that trains a row of the benchmark with a profiler."""
+    words = row_words("tensorwise_compiled", (), on="GPU")
+    words += [f"--job.dump_folder={folder / 'profile'}", "--profiling.enable_profiling"]
+    return torchrun(["-m", "torchtitan_lite.train", *words], processes=1)
 
 
 def read_profile(folder: Path) -> Results:
@@ -138,18 +128,11 @@ def read_profile(folder: Path) -> Results:
 
 
 PARTS = {
-    "kernels": Part(0.16, time_kernels, read_kernels),
-    "tests": Part(0.26, run_tests, read_tests),
-    "rows": Part(0.36, run_rows, read_rows),
-    "scaled": Part(0.1, train_row("scaled", "rowwise_compiled", f"--float8.{SWITCH}"), read_scaled),
-    "profile": Part(
-        0.12,
-        train_row("profile", "tensorwise_compiled", "--profiling.enable_profiling"),
-        read_profile,
-    ),
+    "kernels": Part(0.18, time_kernels, read_kernels),
+    "tests": Part(0.3, run_tests, read_tests),
+    "rows": Part(0.4, run_rows, read_rows),
+    "profile": Part(0.12, run_profile, read_profile),
 }
-if SWITCH not in Float8Config.model_fields:
-    del PARTS["scaled"]
 
 
 def run_part(name: str, folder: Path, seconds: float) -> Results:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from kernel_times import COMPARED, MATMULS
+from kernel_times import MATMULS
 
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.catalog.devices import lookup_device
@@ -25,7 +25,6 @@ def format_results(results: Results) -> str:
         "kernels": _kernels,
         "tests": _tests,
         "rows": _rows,
-        "scaled": _scaled,
         "profile": _profile,
     }
     parts = [head]
@@ -54,20 +53,6 @@ def _kernels(part: Results) -> list[str]:
         cells = (f"{flops / each / 1e12:,.0f}" if each else "" for each in times)
         rows.append([what, "{rows} x {columns} x {inner}".format_map(sizes), *cells])
     texts = [_table(("TFLOP/s", "M x N x K", *kinds), rows)] if rows else []
-    texts += ["; ".join(f"{kind}: {meaning}" for kind, meaning in COMPARED.items())]
-
-    # The gradients alone: forward, row-wise scales accumulate fast.
-    backward = [
-        {each["what"]: each for each in matmuls if each["kind"] == kind and "grad" in each["what"]}
-        for kind in COMPARED
-    ]
-    both = backward[0].keys() & backward[1].keys()
-    if both:
-        one, other = (sum(each[w]["count"] * each[w]["seconds"] for w in both) for each in backward)
-        texts.append(
-            f"gradients' matmuls of a step: outer_vector {1e3 * one:.1f} ms, rescaled "
-            f"{1e3 * other:.1f} ms, ratio {one / other:.3f}"
-        )
 
     others = [each for each in measured if each["kind"] not in MATMULS]
     rows = [[each["what"], each["kind"], f"{1e6 * each['seconds']:,.1f}"] for each in others]
@@ -104,11 +89,6 @@ def _tests(part: Results) -> list[str]:
 
 def _rows(part: Results) -> list[str]:
     return [part["table"]]
-
-
-def _scaled(part: Results) -> list[str]:
-    """To compare with the row in rowwise."""
-    return [f"rowwise with its gradients scaled in their matmuls:\n{part['table']}"]
 
 
 def _profile(part: Results) -> list[str]:

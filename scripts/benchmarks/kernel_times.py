@@ -5,7 +5,7 @@ python scripts/benchmarks/kernel_times.py FILE [--settle SECONDS]
 Each line of FILE is a JSON object: `kind` and `what` was timed, its `sizes`, how often a step has
 it (`count`), and `seconds`, the median of several timings, or the `error`. Data is random, and the
 GPU as warm as in training. A kind is a constant of the planner, which kernel_rates.py computes from
-the file, or one of COMPARED.
+the file.
 """
 
 import argparse
@@ -33,10 +33,6 @@ TIMINGS, TIMING_S, MOST_CALLS = 7, 0.05, 100
 """Timings of each kernel, and seconds and calls in each."""
 SLEEP_CYCLES = 2_000_000
 """About a millisecond, in which the host launches ahead of the device."""
-COMPARED = {
-    "outer_vector": "scales of rows within a float8 matmul that accumulates in float32",
-    "rescaled": "torchao's way to the same: a matmul without scales, and a pass that multiplies",
-}
 Call = Callable[[], object]
 
 
@@ -90,12 +86,6 @@ def to_float8(x: Tensor) -> Tensor:
     return (x * (FLOAT8_MAX / x.abs().amax())).to(torch.float8_e4m3fn)
 
 
-@partial(torch.compile, dynamic=False)
-def rescale(output: Tensor, row_scale: Tensor, column_scale: Tensor) -> Tensor:
-    """Multiply rows and columns, as torchao does after a matmul without scales."""
-    return (output * (row_scale * column_scale)).to(output.dtype)
-
-
 def bf16_matmul(matmul: Matmul) -> Call:
     """Prepare a matmul in bf16, in the memory layout that training has."""
     a = random(matmul.rows, matmul.inner, column_major=matmul.column_major[0])
@@ -103,32 +93,26 @@ def bf16_matmul(matmul: Matmul) -> Call:
     return partial(torch.mm, a, b)
 
 
-def float8_matmul(matmul: Matmul, *, fast: bool, by_rows: bool, after: bool = False) -> Call:
-    """Prepare a matmul in float8, with a scale for each row and column if `by_rows`, in a pass
-    `after` it or within it."""
+def float8_matmul(matmul: Matmul, *, fast: bool, by_rows: bool) -> Call:
+    """Prepare a matmul in float8, with a scale for each row and column if `by_rows`."""
     a = to_float8(random(matmul.rows, matmul.inner))
     b = to_float8(random(matmul.inner, matmul.columns, column_major=True))
     shapes = ((matmul.rows, 1), (1, matmul.columns)) if by_rows else ((), ())
-    scales = [torch.full(shape, 2.0**-9, device="cuda") for shape in shapes]
-    one = torch.ones((), device="cuda")
-    within = (one, one) if after else scales
-    multiply = partial(
+    scale_a, scale_b = (torch.full(shape, 2.0**-9, device="cuda") for shape in shapes)
+    return partial(
         torch._scaled_mm,
         *(a, b),
-        scale_a=within[0],
-        scale_b=within[1],
+        scale_a=scale_a,
+        scale_b=scale_b,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )
-    return (lambda: rescale(multiply(), *scales)) if after else multiply
 
 
 MATMULS: dict[str, Callable[[Matmul], Call]] = {
     "bf16_matmul": bf16_matmul,
     "fp8_matmul": partial(float8_matmul, fast=True, by_rows=False),
     "slow_accumulation": partial(float8_matmul, fast=False, by_rows=False),
-    "outer_vector": partial(float8_matmul, fast=False, by_rows=True),
-    "rescaled": partial(float8_matmul, fast=False, by_rows=True, after=True),
     "row_scales": partial(float8_matmul, fast=True, by_rows=True),
 }
 

@@ -42,11 +42,6 @@ TOKENS = 8192
 """Of each rank."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "gathered": {"enable_fsdp_float8_all_gather": True},
-    "rowwise scaled": {"recipe_name": "rowwise", "scale_gradients_in_matmul": True},
-    "rowwise_with_gw_hp scaled": {
-        "recipe_name": "rowwise_with_gw_hp",
-        "scale_gradients_in_matmul": True,
-    },
 }
 """Float8 with more than a recipe."""
 KERNEL = re.compile(r"(triton_\w+) = async_compile\.triton\('\1', '''(.*?)'''", re.DOTALL)

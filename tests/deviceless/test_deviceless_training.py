@@ -54,8 +54,6 @@ ROWWISE = {
     "matmul e4m3 x e4m3, scales: row, row": PER_MATMUL,
     "matmul e4m3 x e4m3, scales: tensor, tensor": 2 * PER_MATMUL,
 }
-SCALED_IN_MATMUL = "--float8.scale_gradients_in_matmul"
-ROWWISE_SCALED = {"matmul e4m3 x e4m3, scales: row, row": 3 * PER_MATMUL}
 GW_HP = {
     "matmul e4m3 x e4m3, scales: row, row": PER_MATMUL,
     "matmul e4m3 x e4m3, scales: tensor, tensor": PER_MATMUL,
@@ -154,16 +152,8 @@ CASES = {
     "tensorwise, gathered, compiled": Case((FLOAT8, GATHERED, PRECOMPUTED, COMPILED), TENSORWISE),
     "rowwise": Case(recipe("rowwise"), ROWWISE),
     "rowwise, compiled": Case((*recipe("rowwise"), COMPILED), ROWWISE),
-    "rowwise, scaled in matmul": Case((*recipe("rowwise"), SCALED_IN_MATMUL), ROWWISE_SCALED),
-    "rowwise, scaled in matmul, compiled": Case(
-        (*recipe("rowwise"), SCALED_IN_MATMUL, COMPILED), ROWWISE_SCALED
-    ),
     "rowwise_with_gw_hp": Case(recipe("rowwise_with_gw_hp"), GW_HP),
     "rowwise_with_gw_hp, compiled": Case((*recipe("rowwise_with_gw_hp"), COMPILED), GW_HP),
-    "rowwise_with_gw_hp, scaled in matmul, compiled": Case(
-        (*recipe("rowwise_with_gw_hp"), SCALED_IN_MATMUL, COMPILED),
-        {"matmul e4m3 x e4m3, scales: row, row": 2 * PER_MATMUL},
-    ),
     "mxfp8": Case(recipe("mxfp8"), MXFP8, device=BLACKWELL, needs=MX_TORCHAO),
     "mxfp8, compiled": Case(
         (*recipe("mxfp8"), COMPILED), MXFP8, device=BLACKWELL, needs=MX_TORCHAO

@@ -154,7 +154,6 @@ def test_check_model_with_a_memory_budget(torch_version, flavor, tp, crashes, mo
 # ----- RECIPE_KEYS, _check_recipe -----
 @pytest.mark.parametrize(("recipe", "toml", "fix"), [
     ("rowwise", "float8.enable_fsdp_float8_all_gather = true", '"tensorwise"; use'),
-    ("tensorwise", "float8.scale_gradients_in_matmul = true", '"rowwise" or "rowwise_with_gw_hp"'),
     ("rowwise_with_gw_hp", "float8.pad_inner_dim = true", '"tensorwise" or "rowwise"; use'),
     ("mxfp8", "float8.pad_inner_dim = true", '"tensorwise" or "rowwise"; use'),
     ("mxfp8", "float8.log_numerics_freq = 5", '"tensorwise" or "rowwise" or "rowwise_with_gw_hp"'),

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_lite.cli.schema import PAGE
 from torchtitan_lite.config.keys import (
     KEYS,
     TABLES,
     closest,
     did_you_mean,
-    format_config_page,
     format_help,
     show,
     show_key,
@@ -71,7 +71,7 @@ def test_closest_ignores_case_and_refuses_what_is_far():
     assert did_you_mean("xyz", ["tensorwise", "rowwise"]) == ""
 
 
-# ----- format_help, format_config_page -----
+# ----- format_help -----
 
 
 def test_help_documents_every_key_in_100_columns():
@@ -87,5 +87,5 @@ def test_help_documents_every_key_in_100_columns():
 
 
 def test_config_page_is_the_one_in_docs():
-    page = format_config_page()
+    page = PAGE.format(format_help())
     assert page == (Path(__file__).parents[2] / "docs/config.md").read_text()

@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -171,54 +170,6 @@ def test_gather_float8_as_bytes_because_gloo_gathers_no_float8_tensors() -> None
     gathered = gather(send, (shard, 2, "group"), {})
     assert sent == [torch.uint8] and gathered._data.dtype is E4M3
     assert torch.equal(gathered.to_original_precision(), torch.ones(4, 4))
-
-
-def multiply_exactly(a, b, scale_a, scale_b, *, out_dtype, **options):
-    """What `torch._scaled_mm` computes on a GPU: it rounds once, after scaling."""
-    return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
-
-
-@pytest.fixture
-def scaled_mm(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Counts the calls of `torch._scaled_mm`, and computes without a GPU."""
-    counter = Mock(side_effect=multiply_exactly)
-    monkeypatch.setattr(torch, "_scaled_mm", counter)
-    return counter
-
-
-def scaled_by_torchao_and_in_matmul(
-    a: torch.Tensor, a_scale: torch.Tensor, b: torch.Tensor, b_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product without fast accumulation, unpatched and patched."""
-
-    def multiply() -> Any:
-        operands = a.to(E4M3), a_scale, b.to(E4M3), b_scale
-        return float8_ops.addmm_float8_unwrapped(*operands, torch.bfloat16, use_fast_accum=False)
-
-    plain = multiply()
-    patches.scale_gradients_in_matmul()
-    return plain, multiply()
-
-
-def test_scale_gradients_in_matmul_and_not_after_it(scaled_mm: Mock) -> None:
-    m, n, k = 48, 32, 64
-    a_scale, b_scale = (2.0 ** torch.randint(-30, 30, shape) for shape in ((m, 1), (1, n)))
-    plain, patched = scaled_by_torchao_and_in_matmul(
-        torch.randn(m, k) * 50, a_scale, torch.randn(k, n) * 50, b_scale
-    )
-    assert torch.equal(plain, patched)
-    first, second = (call.kwargs | dict(enumerate(call.args)) for call in scaled_mm.call_args_list)
-    assert first["scale_a"].shape == first["scale_b"].shape == ()
-    assert (second[2].shape, second[3].shape) == ((m, 1), (1, n))
-
-    # Fast accumulation, and a scale per tensor, stay torchao's.
-    operands = torch.ones(16, 16), torch.full((16, 1), 2.0), torch.ones(16, 16)
-    for b_scale, fast in ((torch.full((1, 16), 2.0), True), (torch.tensor(2.0), False)):
-        out = float8_ops.addmm_float8_unwrapped(
-            *operands, b_scale, torch.bfloat16, use_fast_accum=fast
-        )
-        assert scaled_mm.call_args.kwargs["use_fast_accum"] is fast
-        assert out.unique().tolist() == [4.0]
 
 
 def test_observe_float8_casts_until_the_context_ends() -> None:

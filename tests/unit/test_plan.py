@@ -504,7 +504,6 @@ def test_a_gpu_without_a_data_sheet_is_planned_by_its_figures():
 
 CONFIG = ("--job.config_file", str(ROOT / "train_configs/llama3_8b_float8.toml"))
 MXFP8 = shlex.join(["--float8.recipe_name=mxfp8", *NO_GATHER])
-SCALED = shlex.join(["--float8.recipe_name=rowwise", *NO_GATHER])
 
 
 @pytest.mark.parametrize(
@@ -524,10 +523,6 @@ SCALED = shlex.join(["--float8.recipe_name=rowwise", *NO_GATHER])
         ("--device H200 --gpu-hour 2", "--gpu-hour is for --search and --longest; add one"),
         ("--device 'A100 SXM 80GB'", "the A100 SXM 80GB has no float8 matrix units"),
         (f"--device 'H100 SXM' {MXFP8}", "no kernels .* H100 SXM, only for B200, B300, GB200, GB3"),
-        (
-            f"--device B200 {SCALED} --float8.scale_gradients_in_matmul",
-            r"scale_gradients_in_matmul = true .* 9.x, and B200 is none; plan another --device, or",
-        ),
         (f"--device L4 --world-size 6 {tp(4)}", "does not divide"),
         ("--device L4 --model.flavour=8B", "unknown key"),
         (

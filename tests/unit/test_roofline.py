@@ -193,22 +193,6 @@ def test_float8_casts_take_bytes_by_kind_of_access_and_launches(monkeypatch):
         assert seconds - bare == approx(1e-12 * picoseconds + kernels * 2e-6)
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-def test_float8_with_scale_gradients_in_matmul(recipe, monkeypatch):
-    monkeypatch.setitem(COSTS, recipe, replace(COSTS[recipe], scaled_in_matmul=NO_CASTS))
-    scheme = SCHEMES[recipe].model_copy(update={"scale_gradients_in_matmul": True})
-    at, slow = roofline_of(M, scheme), {"fp8": True, "slowdown": 1.25 * 1.125}
-    passes = at.float8(one_linear(N, K))
-    of_weight = at.gemm_s(N, K, M, **slow if recipe == "rowwise" else {})
-    assert passes.forward == at.gemm_s(M, N, K, fp8=True, slowdown=1.125)
-    assert passes.backward == at.gemm_s(M, K, N, **slow) + of_weight
-
-
-def test_costs_of_a_recipe_know_whether_it_scales_in_the_matmul():
-    for name, recipe in RECIPES.items():
-        assert recipe.scales_in_matmul == (COSTS[name].scaled_in_matmul is not None)
-
-
 def test_costs_of_a_recipe_that_nobody_has_counted():
     assert costs_of(replace(RECIPES["rowwise"], name="new")) == COSTS["tensorwise"]
 

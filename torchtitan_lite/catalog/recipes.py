@@ -34,8 +34,6 @@ class Recipe:
     """The only major compute capability with its kernels; None: every GPU with float8 units."""
     emulated_in: Literal["fp32"] | None = "fp32"
     """Precision of emulated matmuls; None: the compute type."""
-    scales_in_matmul: bool = False
-    """Whether [float8] scale_gradients_in_matmul changes anything."""
 
     @property
     def divides_tokens(self) -> bool:
@@ -45,8 +43,8 @@ class Recipe:
 
 _ROWS = (
     Recipe(name="tensorwise", pads_tokens=True, gathers_float8=True),
-    Recipe(name="rowwise", pads_tokens=True, scales_in_matmul=True),
-    Recipe(name="rowwise_with_gw_hp", matmuls=("output", "grad_input"), scales_in_matmul=True),
+    Recipe(name="rowwise", pads_tokens=True),
+    Recipe(name="rowwise_with_gw_hp", matmuls=("output", "grad_input")),
     Recipe(
         name="mxfp8",
         kind="mxfp8",

@@ -7,7 +7,17 @@ With --markdown, print the page of all keys instead.
 import argparse
 import json
 
-from torchtitan_lite.config import config_schema, format_config_page
+from torchtitan_lite.config import config_schema, format_help
+
+PAGE = """\
+# Config keys
+
+What `./run_train.sh --help` prints: every key of the TOML file, with its type, default and meaning.
+This page is generated: `torchtitan-lite schema --markdown > docs/config.md`.
+
+```text
+{}```
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,5 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the schema, or the page."""
-    page = format_config_page() if args.markdown else f"{json.dumps(config_schema(), indent=1)}\n"
-    print(page, end="")
+    if args.markdown:
+        print(PAGE.format(format_help()), end="")
+    else:
+        print(json.dumps(config_schema(), indent=1))

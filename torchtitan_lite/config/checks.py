@@ -114,7 +114,6 @@ COMPILED = {
 """What only the compiler does."""
 RECIPE_KEYS: dict[str, Callable[[Recipe], bool]] = {
     "pad_inner_dim": lambda recipe: recipe.pads_tokens,
-    "scale_gradients_in_matmul": lambda recipe: recipe.scales_in_matmul,
     "enable_fsdp_float8_all_gather": lambda recipe: recipe.gathers_float8,
     "log_numerics_freq": lambda recipe: recipe.kind == "float8",
 }

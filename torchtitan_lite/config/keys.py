@@ -1,5 +1,5 @@
-"""The keys of the TOML file as data, derived from the sections; how messages name them, their
-documentation (`--help` and docs/config.md), and the JSON schema."""
+"""The keys of the TOML file as data, derived from the sections; how messages name them, the text
+of `--help`, and the JSON schema."""
 
 import difflib
 import json
@@ -23,15 +23,6 @@ and it may have a base too.
 --table.key alone means true, --table.no_key false, --table.key= unsets a key whose default is
 unset, and a list is written a,b or as in TOML. A hyphen may stand for each underscore of a key.
 torchtitan's TOML files and options, up to v0.2.2, work: docs/torchtitan.md.
-"""
-PAGE = """\
-# Config keys
-
-What `./run_train.sh --help` prints: every key of the TOML file, with its type, default and meaning.
-This page is generated: `torchtitan-lite schema --markdown > docs/config.md`.
-
-```text
-{}```
 """
 Values = Mapping[str, Any]
 """Values by `[table] key`."""
@@ -136,11 +127,6 @@ def format_help() -> str:
             lines += textwrap.wrap(head, 100, subsequent_indent=" " * 4, break_on_hyphens=False)
             lines += textwrap.wrap(key.doc, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines) + "\n"
-
-
-def format_config_page() -> str:
-    """Return docs/config.md."""
-    return PAGE.format(format_help())
 
 
 def config_schema() -> dict[str, Any]:

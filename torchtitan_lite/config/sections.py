@@ -265,8 +265,6 @@ class Float8Config(Section):
     """Train `output`, the projection to the vocabulary, in float8 too."""
     pad_inner_dim: bool = False
     """Pad a microbatch's tokens with zeros to the multiple that float8 weight gradients need."""
-    scale_gradients_in_matmul: bool = False
-    """On Hopper, scale rows of gradients within their matmul, not after it (row-wise recipes)."""
     log_numerics_freq: Whole = 0
     """Steps between measurements of the casts' error, each in an eager, slower step; 0: none."""
 

@@ -6,7 +6,6 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from torchtitan_lite import patches
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.torchao_types import is_float8_linear
@@ -18,8 +17,6 @@ from .selection import LinearChoice, converted_names
 # The first GPUs with float8 matrix units: AMD's MI300 in ROCm's numbering, and NVIDIA's Ada.
 MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
 
-CUDA_VERSION = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-
 
 def has_float8_units(device: torch.device) -> bool:
     """Return whether `device` multiplies float8 matrices."""
@@ -30,29 +27,19 @@ def must_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     """Return whether to emulate float8 matmuls: always on CPU, on a GPU only if asked to.
 
     Raises ConfigError for a GPU without the matmuls that [float8] asks for."""
-    scaled = float8.scale_gradients_in_matmul
     if device.type == "cpu" or float8.emulate:
-        if scaled:
-            raise ConfigError(
-                "[float8] scale_gradients_in_matmul = true has no effect on emulated matmuls, as "
-                "all are on CPU; set it to false."
-            )
         return True
 
     capability, major = torch.cuda.get_device_capability(device), float8.recipe.capability_major
-    key = f'recipe_name = "{float8.recipe_name}"'
     if major is not None and capability[0] != major:
         needs = f"{major}.x"
     elif not has_float8_units(device):
         needs = f"{'.'.join(map(str, MIN_CAPABILITY))} or newer"
-    elif scaled and (capability[0] != 9 or CUDA_VERSION < (12, 9)):
-        key = "scale_gradients_in_matmul = true"
-        needs = f"9.x, with CUDA 12.9 or newer (this PyTorch has {torch.version.cuda})"
     else:
         return False
     raise ConfigError(
-        f"[float8] {key} needs a GPU of compute capability {needs}, and "
-        f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}; change it, "
+        f'[float8] recipe_name = "{float8.recipe_name}" needs a GPU of compute capability {needs}; '
+        f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, capability))}. Change it, "
         "set emulate = true to try the numerics slowly, or enable_float8_linear = false."
     )
 
@@ -85,8 +72,6 @@ def convert_to_float8(
     # torchao is slow to import, and bf16 runs do not need it.
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    if float8.scale_gradients_in_matmul:
-        patches.scale_gradients_in_matmul()
     settings = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(float8.recipe_name),
         emulate=emulate,

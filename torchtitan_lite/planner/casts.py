@@ -36,8 +36,6 @@ class RecipeCosts:
 
     compiled: Casts
     eager: Casts
-    scaled_in_matmul: Casts | None = None
-    """Compiled casts with [float8] scale_gradients_in_matmul."""
     scale_reductions: tuple[int, int, int, int] = (0, 0, 0, 0)
     """Small all-reduces of a compiled block under tensor parallelism, for the scales of what is
     split over the ranks: forward, backward, recomputed under "op" and under full activation
@@ -82,11 +80,6 @@ COSTS = {
             weight=(Traffic(3, kernels=1), Traffic(6, 3, kernels=3.7)),
             grad_output=Traffic(6.2, 8.1, kernels=4.2),
         ),
-        scaled_in_matmul=Casts(
-            input=(Traffic(-0.4, kernels=0.25), Traffic(0.5, 3.6, kernels=2)),
-            weight=(Traffic(3, kernels=1), Traffic(2, 3, kernels=2.7)),
-            grad_output=Traffic(1.7, 4.2, kernels=3.2),
-        ),
         eager=Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28)),
         scale_reductions=(2, 4, 0, 2),
     ),
@@ -96,11 +89,6 @@ COSTS = {
             input=(Traffic(1.3, kernels=0.25), Traffic()),
             weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
             grad_output=Traffic(3, kernels=1.3),
-        ),
-        scaled_in_matmul=Casts(
-            input=(Traffic(1.3, kernels=0.25), Traffic()),
-            weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
-            grad_output=Traffic(1.5, kernels=1.9),
         ),
         eager=Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
         scale_reductions=(2, 4, 0, 2),

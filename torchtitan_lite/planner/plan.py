@@ -70,12 +70,6 @@ def check_planned(config: Config, device: DeviceSpec) -> None:
             f"{device.name}, only for {', '.join(each.name for each in DEVICES if each.mxfp8)}; "
             "plan another --device or recipe."
         )
-    scales_in_matmul = float8.scale_gradients_in_matmul and recipe.scales_in_matmul
-    if scales_in_matmul and device.architecture != "Hopper":
-        raise ConfigError(
-            "[float8] scale_gradients_in_matmul = true needs a GPU of compute capability 9.x, and "
-            f"{device.name} is none; plan another --device, or set it to false."
-        )
 
 
 def make_plan(
@@ -120,7 +114,6 @@ def _turn_on_float8(job: Job, filter_fqns: Sequence[str]) -> Job:
         "float8",
         enable_float8_linear=True,
         enable_fsdp_float8_all_gather=gathers,
-        scale_gradients_in_matmul=float8.scale_gradients_in_matmul and recipe.scales_in_matmul,
         filter_fqns=(*filter_fqns, AUTO),
     )
 

@@ -156,9 +156,6 @@ class Roofline:
         input."""
         m, (n, k), recipe = self.tokens, linear.local_shape, self.job.config.float8.recipe
         casts = self.costs.compiled if self.compiled else self.costs.eager
-        scaled_in_matmul = self.job.config.float8.scale_gradients_in_matmul
-        if scaled_in_matmul and self.compiled:
-            casts = self.costs.scaled_in_matmul or casts
         # The embedding reads a tied weight too, so that it is gathered in high precision.
         tied = linear.kind == OUTPUT and self.job.model_args.tie_embeddings
         gathered = self.job.config.float8.enable_fsdp_float8_all_gather and not tied
@@ -171,7 +168,6 @@ class Roofline:
 
         # grad_input [M, K] over N, then grad_weight [N, K] over M
         slow = self.rates.slow_accumulation if self.costs.slow_accumulation else fast
-        slow *= self.rates.row_scales if scaled_in_matmul else 1.0
         fp8 = recipe.divides_tokens
         backward = share * self._cast_s(m * k, casts.input[1]) + self._cast_s(n * k, weight[1])
         backward += self._cast_s(m * n, casts.grad_output)

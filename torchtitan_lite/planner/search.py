@@ -50,7 +50,6 @@ RECIPE = "float8.recipe_name"
 GATHER = "float8.enable_fsdp_float8_all_gather"
 PRECOMPUTE = "float8.precompute_float8_dynamic_scale_for_fsdp"
 FILTERS = "float8.filter_fqns"
-SCALED = "float8.scale_gradients_in_matmul"  # not searched, but off where it has no effect
 SEARCHED = (
     *(REPLICATE, SHARD, CP, TP, ASYNC_TP, PP, LOCAL, MICROBATCH),
     *(MODE, RESHARD, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
@@ -126,7 +125,7 @@ class Space:
         """Return bf16, and each recipe for the linears that it makes faster."""
         float8, offload = self.config.float8, self.config.training.enable_cpu_offload
         filters = tuple(each for each in float8.filter_fqns if each != AUTO)
-        choices: list[Settings] = [{FLOAT8: False, SCALED: False}]
+        choices: list[Settings] = [{FLOAT8: False}]
         for name, recipe in RECIPES.items():
             in_float8 = {
                 FLOAT8: True,
@@ -134,7 +133,6 @@ class Space:
                 GATHER: recipe.gathers_float8,
                 PRECOMPUTE: recipe.gathers_float8 and not offload,
                 FILTERS: (*filters, AUTO),
-                SCALED: float8.scale_gradients_in_matmul and recipe.scales_in_matmul,
             }
             choices.append(in_float8)
 
