@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.base.collectives import on_rank0
 from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, RunError
-from torchtitan_lite.base.files import allow_open_files, own_sources
+from torchtitan_lite.base.files import allow_open_files, hash_sources
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts
 from torchtitan_lite.checkpoint.manifest import installed_versions
@@ -119,7 +119,7 @@ def start_facts(config: Config) -> dict[str, str]:
     return {
         **shared_settings(config),
         **versions,
-        "sources of torchtitan_lite (SHA-256)": own_sources(),
+        "sources of torchtitan_lite (SHA-256)": hash_sources(Path(__file__).parent),
         "NNODES": os.environ.get("GROUP_WORLD_SIZE", "1"),
         "NGPU": str(local_world_size()),
     }

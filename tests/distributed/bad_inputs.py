@@ -50,7 +50,6 @@ BEFORE_START = [
     "--training.seq_len 200000",
     "--activation_checkpoint.selective_ac_option 9",
     f"{FLOAT8} --float8.recipe_name rowwise --float8.enable_fsdp_float8_all_gather",
-    f"{FLOAT8} --float8.precompute_float8_dynamic_scale_for_fsdp",
     f"{FLOAT8} --float8.recipe_name mxfp8 --training.mixed_precision_param float32",
     "--parallelism.enable_async_tensor_parallel",
     "--checkpoint.folder ../elsewhere",

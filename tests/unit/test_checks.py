@@ -58,8 +58,6 @@ def test_all_broken_rules_are_named():
     ("parallelism.enable_async_tensor_parallel = true, parallelism.tensor_parallel_degree = 1, "
      "compile.enable = true", "degree"),
     ("float8.enable_float8_linear = true, float8.precompute_float8_dynamic_scale_for_fsdp = true, "
-     "float8.enable_fsdp_float8_all_gather = false", "the same"),
-    ("float8.enable_float8_linear = true, float8.precompute_float8_dynamic_scale_for_fsdp = true, "
      "training.enable_cpu_offload = true, float8.enable_fsdp_float8_all_gather = true", "false"),
     ('training.dataset_path = "a", training.datasets = [{path = "b", weight = 1.0}]', "one of"),
     ('optimizer.state_dtype = "bfloat16", optimizer.implementation = "foreach"', '"fused"'),
@@ -71,8 +69,6 @@ def test_all_broken_rules_are_named():
     ("checkpoint.last_save_in_hf = true, checkpoint.enable = false", "unset"),
     ("checkpoint.last_save_in_hf = true, checkpoint.load_only = true, checkpoint.enable = true",
      "unset"),
-    ('checkpoint.initial_load_in_hf = true, model.tokenizer_path = "", checkpoint.enable = true',
-     "one of the paths"),
 ])  # fmt: skip
 def test_refused_keys_are_named_with_their_values_and_a_fix(toml, fix):
     (message,) = check(toml, world_size=2 if "degree = 2" in toml else 1)

@@ -105,15 +105,16 @@ def test_gpus_that_a_recipe_runs_on(keys, capability, refused, monkeypatch):
         must_emulate(Float8Config(**keys), device=torch.device("cuda"))
 
 
-@pytest.mark.parametrize(
-    ("enabled", "precompute", "calls"), [(True, False, 0), (False, True, 0), (True, True, 1)]
-)
-def test_scales_are_precomputed_only_where_asked_for(enabled, precompute, calls, monkeypatch):
+KEYS = "enable_float8_linear", "enable_fsdp_float8_all_gather"
+KEYS += ("precompute_float8_dynamic_scale_for_fsdp",)
+
+
+@pytest.mark.parametrize("unset", [None, *KEYS])
+def test_scales_are_precomputed_only_where_asked_for(unset, monkeypatch):
     seen: list[nn.Module] = []
     monkeypatch.setattr(torchao.float8, "precompute_float8_dynamic_scale_for_fsdp", seen.append)
-    key = {"precompute_float8_dynamic_scale_for_fsdp": precompute}
-    update_scales(nn.Linear(1, 1), Float8Config(enable_float8_linear=enabled, **key))
-    assert len(seen) == calls
+    update_scales(nn.Linear(1, 1), Float8Config(**{key: key != unset for key in KEYS}))
+    assert len(seen) == (unset is None)
 
 
 # ----- convert_to_mxfp8, MXFP8Linear -----

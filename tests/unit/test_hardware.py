@@ -1,6 +1,7 @@
 """Peaks of a device, given, published or measured, and memory."""
 
 import itertools
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,7 @@ def threads(monkeypatch):
     """One rank on two cores, and the numbers of threads that it has set."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     threads = [2]
-    monkeypatch.setattr(hardware, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     return threads

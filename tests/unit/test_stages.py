@@ -63,20 +63,25 @@ def test_stages_are_one_or_begin_at_split_points_or_are_named(config, expected):
     assert resolve_stages(config, n_layers=4) == expected
 
 
-NAMED = "module_fqns_per_model_part has"
-POINTS = r"pipeline_parallel_split_points = .* from layers.0 to output, each once, in the order of"
+NAMED = "module_fqns_per_model_part makes stages of"
+POINTS = "pipeline_parallel_split_points makes stages of"
+MUST_BE = (
+    " modules; they must be tok_embeddings, layers.0 to layers.3, norm and output, each once and "
+    "in this order, at least one in a stage, and norm in that of output$"
+)
 
 
 @pytest.mark.parametrize(("n_layers", "config", "pattern"), [
-    (4, named(WHOLE[:3], WHOLE[4:]), f"{NAMED} layers.3 as module 4; name each of "
-     "tok_embeddings, layers.0 to layers.3, norm and output once, in this order"),
-    (4, named(WHOLE[:3], WHOLE[2:]), f"{NAMED} layers.1 as module 4; "),
-    (4, named(WHOLE, ("layers.4",)), f"{NAMED} layers.4 as module 8; "),
-    (4, named(WHOLE[:3], WHOLE[3:-1]), f"{NAMED} nothing as module 7; "),
-    (4, pipeline(2, split_points=["layers.4"]), POINTS),
-    (4, pipeline(2, split_points=["tok_embeddings"]), POINTS),
-    (4, pipeline(3, split_points=["layers.2", "layers.1"]), POINTS),
-    (4, pipeline(3, split_points=["layers.1", "layers.1"]), POINTS),
+    (4, named(WHOLE[:3], WHOLE[4:]), f"{NAMED} 3, 3{MUST_BE}"),
+    (4, named(WHOLE[:3], WHOLE[2:]), f"{NAMED} 3, 5{MUST_BE}"),
+    (4, named(WHOLE, ("layers.4",)), f"{NAMED} 7, 1{MUST_BE}"),
+    (4, named(WHOLE[:3], WHOLE[3:-1]), f"{NAMED} 3, 3{MUST_BE}"),
+    (4, named((), WHOLE), f"{NAMED} 0, 7{MUST_BE}"),
+    (4, pipeline(2, split_points=["layers.4"]), f"{POINTS} 0, 7{MUST_BE}"),
+    (4, pipeline(2, split_points=["tok_embeddings"]), f"{POINTS} 0, 7{MUST_BE}"),
+    (4, pipeline(3, split_points=["layers.2", "layers.1"]), f"{POINTS} 3, 0, 5{MUST_BE}"),
+    (4, pipeline(3, split_points=["layers.1", "layers.1"]), f"{POINTS} 2, 0, 5{MUST_BE}"),
+    (4, pipeline(2, split_points=["output"]), f"{POINTS} 6, 1{MUST_BE}"),
     (6, pipeline(99999999), "degree = 99999999 makes 99999999 stages of 6 blocks"),
     (6, pipeline(8), "degree = 8 makes 8 stages of 6 blocks, .*first_stage_less_layers = 1 "
      "and pipeline_parallel_last_stage_less_layers = 1"),
@@ -88,8 +93,6 @@ POINTS = r"pipeline_parallel_split_points = .* from layers.0 to output, each onc
     (32, pipeline(4, "Interleaved1F1B", layers_per_stage=9), " 4 stages, .* needs a multiple abov"),
     (4, pipeline(2, split_points=["layers.1", "layers.2"]), "split_points makes 3 stages"),
     (4, pipeline(2, module_fqns_per_model_part=[list(WHOLE)]), "model_part makes 1 stages"),
-    (4, named((), WHOLE), "module_fqns_per_model_part makes stages of 0, 7 modules; .* norm and"),
-    (4, pipeline(2, split_points=["output"]), "split_points makes stages of 6, 1 modules; .* outp"),
 ])  # fmt: skip
 def test_resolve_stages_refuses(n_layers, config, pattern):
     with pytest.raises(ConfigError, match=rf"^\[parallelism] .*{pattern}"):

@@ -2,6 +2,7 @@
 interruptions."""
 
 import json
+import os
 import re
 import shutil
 from dataclasses import replace
@@ -156,7 +157,7 @@ def test_neither_threads_nor_batches_change_it(tmp_path, corpus, monkeypatch, th
         whole = made(tmp_path / "whole", corpus)
     monkeypatch.setattr(sources, "CHUNK_BYTES", 600)
     monkeypatch.setattr(store_writer, "BATCH_BYTES", batch_bytes)
-    monkeypatch.setattr(store_writer, "usable_cores", lambda: set(range(threads)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(threads)))
     assert made(tmp_path / "parts", corpus) == whole
 
 

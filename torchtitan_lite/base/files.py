@@ -8,7 +8,6 @@ import resource
 import shutil
 import socket
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -94,21 +93,11 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def usable_cores() -> set[int]:
-    """Return the CPU cores that this process may use."""
-    return os.sched_getaffinity(0)
-
-
-@cache
-def own_sources() -> str:
-    """Return the beginning of the hash of this package's sources, as they are at the first call."""
-    return hash_sources(Path(__file__).parents[1])[:16]
-
-
 def hash_sources(folder: Path) -> str:
-    """Return the SHA-256 of names and contents of all Python files in a folder, at any depth."""
+    """Return the beginning of the SHA-256 of names and contents of all Python files in a folder, at
+    any depth."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(folder).as_posix()} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]

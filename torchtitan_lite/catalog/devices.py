@@ -3,7 +3,8 @@
 import re
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 Precision = Literal["fp8", "bf16", "fp32"]
 Architecture = Literal["Ampere", "Ada", "Hopper", "Blackwell", "CDNA3", "CDNA4", "unknown"]
@@ -49,51 +50,45 @@ class DeviceSpec:
         )
 
 
-def _family(
-    architecture: Architecture, link_gb_s: float, network_gb_s: float, **more: int
-) -> dict[str, Any]:
-    return {
-        "architecture": architecture,
-        "link_gb_s": link_gb_s,
-        "network_gb_s": network_gb_s,
-        **more,
-    }
-
-
-_AMPERE = _family("Ampere", 300, 25, multiprocessors=108)
-_AMPERE_PCIE = _family("Ampere", 32, 25, multiprocessors=108)
-_HOPPER = _family("Hopper", 450, 50, multiprocessors=132)
-_BLACKWELL = _family("Blackwell", 900, 50, multiprocessors=148)
-_BLACKWELL_ULTRA = _family("Blackwell", 900, 100, multiprocessors=148)
-_GRACE, _GRACE_ULTRA = (
-    each | {"node_devices": 72, "multiprocessors": 152} for each in (_BLACKWELL, _BLACKWELL_ULTRA)
+_AMPERE = partial(
+    DeviceSpec, architecture="Ampere", link_gb_s=300, network_gb_s=25, multiprocessors=108
 )
-_CDNA3 = _family("CDNA3", 448, 50, multiprocessors=304)
-_CDNA4 = _family("CDNA4", 537.6, 50, multiprocessors=256)
+_ADA = partial(DeviceSpec, architecture="Ada", network_gb_s=12.5)
+_HOPPER = partial(DeviceSpec, architecture="Hopper", link_gb_s=450, network_gb_s=50)
+_BLACKWELL = partial(
+    DeviceSpec, architecture="Blackwell", link_gb_s=900, network_gb_s=50, multiprocessors=148
+)
+_GRACE = partial(_BLACKWELL, node_devices=72, multiprocessors=152)
+_CDNA3 = partial(
+    DeviceSpec, architecture="CDNA3", link_gb_s=448, network_gb_s=50, multiprocessors=304
+)
+_CDNA4 = partial(
+    DeviceSpec, architecture="CDNA4", link_gb_s=537.6, network_gb_s=50, multiprocessors=256
+)
 
 DEVICES = (
-    DeviceSpec("A100 SXM 40GB", 312, None, 40, 1.555, ("A100-SXM4-40GB",), **_AMPERE),
-    DeviceSpec("A100 SXM 80GB", 312, None, 80, 2.039, ("A100-SXM4-80GB",), **_AMPERE),
-    DeviceSpec("A100 PCIe 40GB", 312, None, 40, 1.555, ("A100-PCIE-40GB",), **_AMPERE_PCIE),
-    DeviceSpec("A100 PCIe 80GB", 312, None, 80, 1.935, ("A100 80GB PCIe",), **_AMPERE_PCIE),
-    DeviceSpec("H100 SXM", 989, 1979, 80, 3.35, ("H100 SXM5", "H100 80GB HBM3"), **_HOPPER),
-    DeviceSpec("H100 500W", 989, 1979, 95, 2.4, **_HOPPER),  # of Meta's Grand Teton, with HBM2e
-    DeviceSpec("H100 PCIe", 756, 1513, 80, 2.0, **_family("Hopper", 64, 50, multiprocessors=114)),
-    DeviceSpec("H100 NVL", 835, 1670, 94, 3.9, **_family("Hopper", 64, 50, multiprocessors=132)),
-    DeviceSpec("H200", 989, 1979, 141, 4.8, ("H200 SXM",), **_HOPPER),
-    DeviceSpec("H20", 148, 296, 96, 4.0, **_family("Hopper", 450, 50, multiprocessors=78)),
-    DeviceSpec("B200", 2250, 4500, 180, 8.0, **_BLACKWELL),
-    DeviceSpec("B300", 2250, 4500, 288, 8.0, ("B300 SXM6 AC",), **_BLACKWELL_ULTRA),
-    DeviceSpec("GB200", 2500, 5000, 186, 8.0, **_GRACE),
-    DeviceSpec("GB300", 2500, 5000, 288, 8.0, **_GRACE_ULTRA),
-    DeviceSpec("MI300X", 1307, 2615, 192, 5.3, **_CDNA3),
-    DeviceSpec("MI325X", 1307, 2615, 256, 6.0, **_CDNA3),
-    DeviceSpec("MI350X", 2300, 4600, 288, 8.0, **_CDNA4),
-    DeviceSpec("MI355X", 2500, 5000, 288, 8.0, **_CDNA4),
-    DeviceSpec("L40S", 362, 733, 45, 0.864, **_family("Ada", 32, 25, multiprocessors=142)),
-    DeviceSpec("L40", 181, 362, 45, 0.864, **_family("Ada", 32, 25, multiprocessors=142)),
-    DeviceSpec("L4", 121, 242, 22.5, 0.3, **_family("Ada", 32, 12.5, multiprocessors=58)),
-    DeviceSpec("RTX 4090", 165, 330, 24, 1.008, **_family("Ada", 32, 12.5, multiprocessors=128)),
+    _AMPERE("A100 SXM 40GB", 312, None, 40, 1.555, ("A100-SXM4-40GB",)),
+    _AMPERE("A100 SXM 80GB", 312, None, 80, 2.039, ("A100-SXM4-80GB",)),
+    _AMPERE("A100 PCIe 40GB", 312, None, 40, 1.555, ("A100-PCIE-40GB",), link_gb_s=32),
+    _AMPERE("A100 PCIe 80GB", 312, None, 80, 1.935, ("A100 80GB PCIe",), link_gb_s=32),
+    _HOPPER("H100 SXM", 989, 1979, 80, 3.35, ("H100 SXM5", "H100 80GB HBM3")),
+    _HOPPER("H100 500W", 989, 1979, 95, 2.4),  # of Meta's Grand Teton, with HBM2e
+    _HOPPER("H100 PCIe", 756, 1513, 80, 2.0, link_gb_s=64, multiprocessors=114),
+    _HOPPER("H100 NVL", 835, 1670, 94, 3.9, link_gb_s=64),
+    _HOPPER("H200", 989, 1979, 141, 4.8, ("H200 SXM",)),
+    _HOPPER("H20", 148, 296, 96, 4.0, multiprocessors=78),
+    _BLACKWELL("B200", 2250, 4500, 180, 8.0),
+    _BLACKWELL("B300", 2250, 4500, 288, 8.0, ("B300 SXM6 AC",), network_gb_s=100),
+    _GRACE("GB200", 2500, 5000, 186, 8.0),
+    _GRACE("GB300", 2500, 5000, 288, 8.0, network_gb_s=100),
+    _CDNA3("MI300X", 1307, 2615, 192, 5.3),
+    _CDNA3("MI325X", 1307, 2615, 256, 6.0),
+    _CDNA4("MI350X", 2300, 4600, 288, 8.0),
+    _CDNA4("MI355X", 2500, 5000, 288, 8.0),
+    _ADA("L40S", 362, 733, 45, 0.864, multiprocessors=142, network_gb_s=25),
+    _ADA("L40", 181, 362, 45, 0.864, multiprocessors=142, network_gb_s=25),
+    _ADA("L4", 121, 242, 22.5, 0.3, multiprocessors=58),
+    _ADA("RTX 4090", 165, 330, 24, 1.008, multiprocessors=128),
     DeviceSpec(
         "RTX 5090", 209.5, 419, 32, 1.792, link_gb_s=64, network_gb_s=12.5, multiprocessors=170
     ),

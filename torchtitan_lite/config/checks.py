@@ -25,10 +25,6 @@ from .sections import Config
 from .stages import resolve_stages
 
 SET = bool
-SCALES = {
-    "[float8] enable_float8_linear": True,
-    "[float8] precompute_float8_dynamic_scale_for_fsdp": True,
-}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # The layout.
     (
@@ -47,11 +43,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # Float8.
     (
-        SCALES | {"[float8] enable_fsdp_float8_all_gather": False},
-        "the scales are for the all-gather; set both to the same",
-    ),
-    (
-        SCALES | {"[training] enable_cpu_offload": True},
+        {
+            "[float8] enable_float8_linear": True,
+            "[float8] enable_fsdp_float8_all_gather": True,
+            "[float8] precompute_float8_dynamic_scale_for_fsdp": True,
+            "[training] enable_cpu_offload": True,
+        },
         "a weight comes to the GPU without its scale; set one of them to false",
     ),
     # Training and validation.
@@ -96,14 +93,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"[checkpoint] last_save_in_hf": True, "[checkpoint] load_only": True},
         "the one saves, the other does not; unset one of them",
-    ),
-    (
-        {
-            "[checkpoint] initial_load_in_hf": True,
-            "[checkpoint] initial_load_path": None,
-            "[model] tokenizer_path": "",
-        },
-        "set one of the paths to the folder of the Hugging Face model",
     ),
 ]
 """What keys may not say together, with the reason and the fix. A function is true of the value."""

@@ -1,7 +1,7 @@
 """Pipeline parallelism: which modules of the model each stage has."""
 
 from collections.abc import Sequence
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, pairwise
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.schedules import INTERLEAVED
@@ -32,44 +32,25 @@ def resolve_stages(parallelism: ParallelismConfig, *, n_layers: int) -> Stages:
     # Named modules, else the first modules of stages, else a division of the blocks.
     if stages := parallelism.module_fqns_per_model_part:
         key = "module_fqns_per_model_part"
-        _check_names(tuple(chain.from_iterable(stages)), modules)
     elif points := parallelism.pipeline_parallel_split_points:
         key = "pipeline_parallel_split_points"
-        stages = _split_at(points, modules)
+        # An unknown module begins a stage at 0, so that the first one is empty.
+        begins = (modules.index(point) if point in modules else 0 for point in points)
+        stages = _cut(modules, [0, *begins])
     else:
         key = "pipeline_parallel_layers_per_stage"
         stages = _divide(parallelism, modules)
+    _check_number(len(stages), parallelism, key)
 
     # The loss is computed from norm and output, so one stage has both.
-    _check_number(len(stages), parallelism, key)
-    if not all(stages) or stages[-1][-2:] != LAST:
+    whole = tuple(chain.from_iterable(stages)) == modules
+    if not whole or not all(stages) or stages[-1][-2:] != LAST:
         raise ConfigError(
             f"[parallelism] {key} makes stages of {', '.join(str(len(stage)) for stage in stages)} "
-            "modules; each stage needs one, and the last one needs both norm and output"
+            f"modules; they must be {modules[0]}, {modules[1]} to {modules[-3]}, norm and output, "
+            "each once and in this order, at least one in a stage, and norm in that of output"
         )
     return stages
-
-
-def _check_names(named: tuple[str, ...], modules: tuple[str, ...]) -> None:
-    """Raise ConfigError unless the stages name the `modules` of the model in their order."""
-    for place, (name, module) in enumerate(zip_longest(named, modules), start=1):
-        if name != module:
-            raise ConfigError(
-                f"[parallelism] module_fqns_per_model_part has {name or 'nothing'} as module "
-                f"{place}; name each of {modules[0]}, {modules[1]} to {modules[-3]}, norm and "
-                "output once, in this order"
-            )
-
-
-def _split_at(points: tuple[str, ...], modules: tuple[str, ...]) -> Stages:
-    """Return stages that begin with the modules `points`, after the first stage."""
-    begins = [0, *(modules.index(point) for point in points if point in modules[1:])]
-    if len(begins) <= len(points) or begins != sorted(set(begins)):
-        raise ConfigError(
-            f"[parallelism] pipeline_parallel_split_points = {show(points)} must be modules from "
-            f"{modules[1]} to {modules[-1]}, each once, in the order of the model"
-        )
-    return _cut(modules, begins)
 
 
 def _divide(parallelism: ParallelismConfig, modules: tuple[str, ...]) -> Stages:

@@ -21,13 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from torchtitan_lite.base.errors import DataError, StorageError
-from torchtitan_lite.base.files import (
-    fsync_folder,
-    hash_file,
-    lock_file,
-    remove_folder,
-    usable_cores,
-)
+from torchtitan_lite.base.files import fsync_folder, hash_file, lock_file, remove_folder
 from torchtitan_lite.base.jsonfile import write_hashed_json
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.datasets import NamedDataset
@@ -208,7 +202,7 @@ class UnfinishedStore:
         tokens = documents = 0
         max_token_id, skipped_rows = self.manifest.max_token_id, self.manifest.skipped_rows
         path = self.folder / tokens_file(len(self.manifest.shards))
-        dtype, threads = np.dtype(self.manifest.recipe.dtype), len(usable_cores())
+        dtype, threads = np.dtype(self.manifest.recipe.dtype), len(os.sched_getaffinity(0))
         batches = encode_batches(_batched(chunk()), tokenizer, dtype=dtype, threads=threads)
         with closing(batches), path.open("wb") as file:
             for encoded, bad_rows in batches:

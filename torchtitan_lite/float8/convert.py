@@ -86,7 +86,8 @@ def convert_to_float8(
 def update_scales(model: nn.Module, float8: Float8Config) -> None:
     """After a change of the weights, compute the scales of their next float8 all-gathers in one
     all-reduce, if [float8] asks for it."""
-    if float8.enable_float8_linear and float8.precompute_float8_dynamic_scale_for_fsdp:
+    gathered = float8.enable_float8_linear and float8.enable_fsdp_float8_all_gather
+    if gathered and float8.precompute_float8_dynamic_scale_for_fsdp:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # slow to import
 
         precompute_float8_dynamic_scale_for_fsdp(model)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from torchtitan_lite.base.collectives import on_all_ranks
-from torchtitan_lite.base.files import usable_cores
 from torchtitan_lite.catalog.devices import DeviceSpec, Precision, lookup_device
 from torchtitan_lite.config import MetricsConfig
 
@@ -136,7 +135,7 @@ def measure_cpu_peaks(precisions: Sequence[Precision]) -> dict[Precision, float]
 def _rank_threads() -> float:
     """Return how many threads this rank can run at once: at most its share of the cores, each
     divided among the ranks of the host that may use it. A collective call."""
-    host, cores = socket.gethostname(), usable_cores()
+    host, cores = socket.gethostname(), os.sched_getaffinity(0)
     ranks = on_all_ranks(lambda: (host, cores))
     users = Counter(core for other, theirs in ranks if other == host for core in theirs)
     return min(torch.get_num_threads(), sum(1 / users[core] for core in cores))
@@ -148,7 +147,7 @@ def device_name() -> str:
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"CPU: {next(models, platform.machine())}, {len(usable_cores())} cores"
+    return f"CPU: {next(models, platform.machine())}, {len(os.sched_getaffinity(0))} cores"
 
 
 class HostEvent:
