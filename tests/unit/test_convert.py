@@ -88,9 +88,9 @@ def test_weight_gradients_sum_over_padded_tokens(recipe, padded, summed, monkeyp
 @pytest.mark.parametrize(
     ("keys", "capability", "refused"),
     [
-        ({}, (8, 0), r"capability 8\.9 or newer; H1 has 8\.0; .* emulate = true"),
+        ({}, (8, 0), r"capability 8\.9 or newer; H1 has 8\.0\. .* emulate = true"),
         ({}, (8, 9), ""),
-        ({"recipe_name": "mxfp8"}, (9, 0), r"10\.x; H1 has 9\.0; .* emulate"),
+        ({"recipe_name": "mxfp8"}, (9, 0), r"10\.x; H1 has 9\.0\. .* emulate"),
         ({"recipe_name": "mxfp8"}, (12, 0), r"10\.x; H1 has 12\.0\."),
         ({"recipe_name": "mxfp8"}, (10, 3), ""),
     ],
