@@ -15,7 +15,6 @@ from torchtitan_lite.config import (
     ParallelismConfig,
     TrainingConfig,
     keep_batch,
-    read_batch,
     resolve_batch,
     resolve_degrees,
     resolve_model,
@@ -111,29 +110,29 @@ def test_resolve_batch_refuses_a_global_batch_that_does_not_divide(total, fix):
         resolve_batch(training, ParallelismConfig(), dp_degree=8)
 
 
-# ----- read_batch, keep_batch -----
+# ----- keep_batch -----
 
 
-@pytest.mark.parametrize(("toml", "saved"), [
-    ("[training]\nlocal_batch_size = 4\nglobal_batch_size = 24", 24),
-    ("[training]\nlocal_batch_size = 4", 12),
+@pytest.mark.parametrize(("local", "total", "world_size", "saved", "kept"), [
+    (4, -1, 2, "local_batch_size = 4", -1),
+    (4, -1, 1, "local_batch_size = 4", 8),
+    (2, -1, 2, "local_batch_size = 4\nglobal_batch_size = -1", 8),
+    (4, 16, 2, "local_batch_size = 4", 16),
+    (2, -1, 4, "local_batch_size = 4", -1),
+    (1, -1, 1, "local_batch_size = 4\nglobal_batch_size = 24", 24),
     # Keys and values of other versions.
-    ('[optimizer]\nstate_dtype = "int8"\n[training]\nlocal_batch_size = 4\nold = 1\n[a]', 12),
+    (4, -1, 1, 'local_batch_size = 4\nold = 1\n[optimizer]\nstate_dtype = "int8"\n[a]', 8),
 ])  # fmt: skip
-def test_the_saved_batch_is_a_number(toml: str, saved: int) -> None:
-    assert read_batch(toml, dp_degree=3) == saved
-
-
-@pytest.mark.parametrize(
-    ("local", "total", "world_size", "kept"),
-    [(4, -1, 2, -1), (4, -1, 1, 8), (2, -1, 2, 8), (4, 16, 2, 16), (2, -1, 4, -1)],
-)
-def test_the_saved_batch_is_kept_where_none_is_asked_for(local, total, world_size, kept, notices):
+def test_the_saved_batch_is_kept_where_none_is_asked_for(
+    local, total, world_size, saved, kept, notices
+):
     training = {"local_batch_size": local, "global_batch_size": total}
     config = Config.model_validate({"training": training})
-    assert keep_batch(config, saved=8, world_size=world_size).training.global_batch_size == kept
-    said = "global_batch_size = -1 keeps the checkpoint's, 8" in notices.text
-    assert said == (kept == 8)
+    saved = f"[training]\n{saved}"
+    found = keep_batch(config, saved=saved, saved_dp=2, world_size=world_size)
+    assert found.training.global_batch_size == kept
+    said = f"global_batch_size = -1 keeps the checkpoint's, {kept}" in notices.text
+    assert said == (kept != total)
 
 
 # ----- resolve_shares -----

@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.manifest import (
     write_manifest,
 )
 from torchtitan_lite.checkpoint.reading import open_checkpoint
-from torchtitan_lite.config.differences import config_changes
+from torchtitan_lite.config.keys import config_changes
 
 PATH = Path("step-00000010")
 FLOAT, BFLOAT = TensorEntry("float32", (2, 3)), TensorEntry("bfloat16", (2, 3))

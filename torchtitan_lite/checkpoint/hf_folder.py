@@ -21,7 +21,7 @@ from torchtitan_lite.base.jsonfile import read_json_object, regular_size
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.config import check_model_table, show_settings
-from torchtitan_lite.config.differences import changes
+from torchtitan_lite.config.keys import changes
 from torchtitan_lite.models import hf_llama
 from torchtitan_lite.models.hf_llama import HEAD, from_hf, hf_names, model_args
 from torchtitan_lite.models.init import local_offset, local_part

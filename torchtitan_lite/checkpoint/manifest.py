@@ -26,7 +26,7 @@ from torchtitan_lite.base.jsonfile import (
     validate_hashed_json,
     write_hashed_json,
 )
-from torchtitan_lite.config.differences import changes
+from torchtitan_lite.config.keys import changes
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -5,7 +5,6 @@ from .arithmetic import (
     ParallelDegrees,
     keep_batch,
     multiples_near,
-    read_batch,
     resolve_batch,
     resolve_degrees,
     resolve_model,

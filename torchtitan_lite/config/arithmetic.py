@@ -152,6 +152,8 @@ def resolve_batch(
             f"the data-parallel degree of [parallelism] = {local} * {dp_degree} = {one_pass}; "
             f"use {multiples_near(total, one_pass)}"
         )
+
+    # A pipeline works on its microbatches one after the other, as on accumulated gradients.
     if parallelism.pipeline_parallel_degree > 1:
         size = parallelism.pipeline_parallel_microbatch_size
         if local % size:
@@ -163,24 +165,23 @@ def resolve_batch(
     return BatchSizes(local, total, total // (local * dp_degree))
 
 
-def read_batch(toml: str, *, dp_degree: int) -> int:
-    """Return the global batch size of a run from its config, which another version may have
-    written."""
-    keys = {"local_batch_size", "global_batch_size"}
-    saved = parse_toml(toml.encode()).get("training", {})
-    training = TrainingConfig.model_validate({key: saved[key] for key in keys & saved.keys()})
-    return resolve_batch(training, ParallelismConfig(), dp_degree=dp_degree).global_batch_size
+def keep_batch(config: Config, *, saved: str, saved_dp: int, world_size: int) -> Config:
+    """Return the config with the global batch size of a checkpoint, if it has none and the
+    processes would make another one.
 
+    `saved` is the checkpoint's config, which another version may have written, and `saved_dp` its
+    data-parallel degree."""
+    before = TrainingConfig().model_dump() | parse_toml(saved.encode()).get("training", {})
+    total = before["global_batch_size"]
+    if total == -1:
+        total = before["local_batch_size"] * saved_dp
 
-def keep_batch(config: Config, *, saved: int, world_size: int) -> Config:
-    """Return the config with the global batch size that a checkpoint was `saved` with, if it has
-    none and the processes would make another one."""
     training = config.training
     dp = resolve_degrees(config.parallelism, world_size=world_size).dp
-    if training.global_batch_size != -1 or training.local_batch_size * dp == saved:
+    if training.global_batch_size != -1 or training.local_batch_size * dp == total:
         return config
-    logger.info(f"[training] global_batch_size = -1 keeps the checkpoint's, {saved}")
-    training = training.model_copy(update={"global_batch_size": saved})
+    logger.info(f"[training] global_batch_size = -1 keeps the checkpoint's, {total}")
+    training = training.model_copy(update={"global_batch_size": total})
     return config.model_copy(update={"training": training})
 
 

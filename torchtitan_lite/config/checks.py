@@ -19,8 +19,7 @@ from .arithmetic import (
     resolve_shares,
     sequence_parts,
 )
-from .differences import flat_config
-from .keys import Values, describe, show
+from .keys import Values, describe, flat_config, show
 from .sections import Config
 from .stages import resolve_stages
 

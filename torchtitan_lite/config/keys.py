@@ -4,10 +4,12 @@ of `--help`, and the JSON schema."""
 import difflib
 import json
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+
+from torchtitan_lite.base.jsonfile import parse_toml
 
 from .sections import Config
 from .types import Section
@@ -68,6 +70,38 @@ def describe(values: Values, *names: str, fix: str) -> str:
     """Return a message about the keys `names`, such as "[training] steps": their values, then the
     rule and the fix."""
     return f"{', '.join(f'{name} = {show(values[name])[:200]}' for name in names)}: {fix}"
+
+
+def changes(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    *,
+    absent: str = "unset",
+    text: Callable[[Any], str] = show,
+) -> list[str]:
+    """Return `key: old -> new` for each key with different values: first the keys of `old`, then
+    those only in `new`. `text` formats a value."""
+    texts = {
+        key: tuple(text(values[key]) if key in values else absent for values in (old, new))
+        for key in (*old, *new)
+    }
+    return [f"{key}: {a} -> {b}" for key, (a, b) in texts.items() if a != b]
+
+
+def flat_config(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of a config by `[table] key`. What is in no table is left out."""
+    return {
+        f"[{table}] {key}": value
+        for table, keys in tables.items()
+        if isinstance(keys, Mapping)
+        for key, value in keys.items()
+    }
+
+
+def config_changes(old: str, new: str) -> list[str]:
+    """Return `[table] key: old -> new` for each key that differs between two configs in TOML."""
+    before, now = (flat_config(parse_toml(text.encode())) for text in (old, new))
+    return changes(before, now)
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:

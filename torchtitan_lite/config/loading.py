@@ -11,8 +11,7 @@ from torchtitan_lite.base.errors import ConfigError
 
 from .arithmetic import resolve_model
 from .checks import check_config
-from .differences import flat_config
-from .keys import KEYS, TABLES, closest, did_you_mean, show, show_key
+from .keys import KEYS, TABLES, closest, did_you_mean, flat_config, show, show_key
 from .layers import (
     Layer,
     Setting,

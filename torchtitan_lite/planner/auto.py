@@ -7,8 +7,8 @@ from itertools import product
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 from torchtitan_lite.catalog.flavors import OUTPUT
-from torchtitan_lite.config.differences import config_changes
 from torchtitan_lite.config.job import Job
+from torchtitan_lite.config.keys import config_changes
 from torchtitan_lite.float8.selection import AUTO, LinearChoice
 
 from .share import without_fsdp

@@ -7,7 +7,7 @@ from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 from torchtitan_lite.checkpoint.resume import Resume
-from torchtitan_lite.config import Config, keep_batch, read_batch
+from torchtitan_lite.config import Config, keep_batch
 from torchtitan_lite.config.job import Job, build_job
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.metrics.hardware import given_peaks, host_memory_gib, total_memory_gib
@@ -30,9 +30,8 @@ def prepare_job(
     world_size = dist.get_world_size()
     if resume is not None and resume.progress.step:
         mesh = resume.manifest.mesh
-        dp_degree = mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
-        saved = read_batch(resume.manifest.config, dp_degree=dp_degree)
-        config = keep_batch(config, saved=saved, world_size=world_size)
+        saved, dp = resume.manifest.config, mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
+        config = keep_batch(config, saved=saved, saved_dp=dp, world_size=world_size)
     on_all_ranks(lambda: check_writers_installed(config.metrics))
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer.values)

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import read_toml
 from torchtitan_lite.base.tables import format_columns
-from torchtitan_lite.config.differences import flat_config
-from torchtitan_lite.config.keys import show
+from torchtitan_lite.config.keys import flat_config, show
 from torchtitan_lite.metrics.records import read_records
 from torchtitan_lite.metrics.tensorboard_writer import tensorboard_command
 

@@ -17,8 +17,8 @@ from torchtitan_lite.checkpoint.manifest import (
     check_model,
 )
 from torchtitan_lite.checkpoint.resume import Resume
-from torchtitan_lite.config.differences import config_changes
 from torchtitan_lite.config.job import Job
+from torchtitan_lite.config.keys import config_changes
 from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
 from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
 from torchtitan_lite.data.tokenizer import Tokenizer
