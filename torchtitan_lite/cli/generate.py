@@ -14,23 +14,26 @@ from pathlib import Path
 
 from torchtitan_lite.base.errors import ConfigError
 
-from .parser import Parser, path_text, print_answer
+from .parser import Parser, number, path_text, print_answer
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the options."""
-    option = parser.add_argument
+    option, real = parser.add_argument, partial(number, kind=float)
+    count, seed = partial(number, least=0), partial(number, least=0, most=2**63 - 1)
     option("source", type=Path, metavar="SOURCE", help="where the weights are")
     option("prompts", nargs="+", metavar="PROMPT", help="text to continue")
     text = "tokens to generate at most (default: 64)"
-    option("--max-new-tokens", type=int, default=64, metavar="N", help=text)
+    option("--max-new-tokens", type=number, default=64, metavar="N", help=text)
     text = "0 takes the likeliest token always; 1 samples as the model predicts (default: 0)"
-    option("--temperature", type=float, default=0.0, metavar="X", help=text)
+    option(
+        "--temperature", type=partial(real, least=0, most=100), default=0.0, metavar="X", help=text
+    )
     text = "sample among the N likeliest tokens (default: all)"
-    option("--top-k", type=int, default=0, metavar="N", help=text)
+    option("--top-k", type=count, default=0, metavar="N", help=text)
     text = "sample among the likeliest tokens of probability X together (default: 1, all)"
-    option("--top-p", type=float, default=1.0, metavar="X", help=text)
-    option("--seed", type=int, default=0, metavar="N", help="seed of each sample (default: 0)")
+    option("--top-p", type=partial(real, least=1e-6, most=1), default=1.0, metavar="X", help=text)
+    option("--seed", type=seed, default=0, metavar="N", help="seed of each sample (default: 0)")
     text = "file or folder (default: the model's own)"
     option("--tokenizer", type=path_text, metavar="PATH", help=text)
     option("--device", metavar="NAME", help="cpu or cuda:N (default: a GPU if there is one)")
