@@ -23,8 +23,14 @@ LATE = {
     ("checkpoint.checkpointer", "checkpoint.torchtitan_folder.load_torchtitan"),
     ("data.corpus", "data.store_writer.open_cached"),
     ("data.tokenizer", "data.normalizer.check_growth"),
+    ("parallel.parallelize", "parallel.context_parallel.apply_context_parallel"),
+    ("parallel.parallelize", "parallel.tensor_parallel.apply_tensor_parallel"),
+    ("parallel.parallelize", "parallel.tensor_parallel.enable_async_tensor_parallel"),
     ("train", "checkpoint.hf_export.export_hf"),
+    ("training.build", "metrics.stage_times.StageTimes"),
+    ("training.model", "float8.graph_passes.add_passes"),
     ("training.model", "parallel.pipeline.PipelinedMicrobatches"),
+    ("training.model", "parallel.tensor_parallel.float8_gathers"),
     ("training.optim", "training.bfloat16_adamw.BFloat16AdamW"),
     ("training.trainer", "float8.numerics.NumericsMonitor"),
     ("training.trainer", "training.profiling.Profiler"),
@@ -174,7 +180,8 @@ heavy |= {f"torchtitan_lite.data.{name}" for name in ("store_writer", "sources",
           "hf_dataset", "normalizer")}
 heavy |= {f"torchtitan_lite.{name}" for name in ("training.profiling", "training.samples",
           "models.generate", "parallel.pipeline", "training.bfloat16_adamw", "float8.numerics",
-          "models.hf_llama")}
+          "float8.graph_passes", "metrics.stage_times", "parallel.context_parallel",
+          "parallel.tensor_parallel", "models.hf_llama")}
 heavy |= {"torch.distributed.pipelining.schedules"}
 print(heavy & {*sys.modules}, seen[0], gc.isenabled(), gc.get_freeze_count() > 100_000)
 """

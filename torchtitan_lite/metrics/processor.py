@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from .base_writer import Writer
 from .figures import CastErrors, StepRecord
 from .flops import FlopsLedger, compute_rates
 from .hardware import HostEvent, Peaks, peak_memory_gib, record_cuda_event, total_memory_gib
-from .stage_times import StageTimes
 from .summary import FINAL_STEPS, Summary
 from .writers import warn_left_out
+
+if TYPE_CHECKING:
+    from .stage_times import StageTimes
 
 Scalar = Tensor | float
 """A number, or a floating-point scalar on the device."""
@@ -112,7 +114,7 @@ class MetricsProcessor:
         n_devices: int,
         writers: list[Writer],
         start_tokens: int,
-        stage_times: StageTimes | None = None,
+        stage_times: "StageTimes | None" = None,
     ) -> None:
         """`start_tokens` is the number of tokens of earlier processes of the run."""
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks

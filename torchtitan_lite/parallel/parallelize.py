@@ -15,10 +15,8 @@ from torchtitan_lite.config import (
 from torchtitan_lite.models.llama3 import Transformer
 
 from .activation_checkpoint import apply_activation_checkpointing
-from .context_parallel import apply_context_parallel
 from .fsdp import apply_fsdp
 from .one_rank import apply_mixed_precision, needs_no_fsdp
-from .tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
 
 
 def parallelize(
@@ -36,16 +34,22 @@ def parallelize(
     if compile.enable:
         set_up_compiler(mesh, activation_checkpoint)
     if parallelism.enable_async_tensor_parallel:
+        from .tensor_parallel import enable_async_tensor_parallel
+
         enable_async_tensor_parallel(mesh["tp"])
 
     for model in stages:
         # Tensor parallelism comes first, because FSDP shards what it has already split. On one rank
         # its DTensors would only cost time.
         if mesh["tp"].size() > 1:
+            from .tensor_parallel import apply_tensor_parallel
+
             apply_tensor_parallel(
                 model, mesh["tp"], loss_parallel=not parallelism.disable_loss_parallel
             )
         if mesh["cp"].size() > 1:
+            from .context_parallel import apply_context_parallel
+
             apply_context_parallel(model, mesh["cp"], flash=flash)
 
         # Activation checkpointing comes before the compiler, which plans what a block recomputes,

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,13 @@ from torchtitan_lite.metrics.base_writer import Writer, WrittenRun
 from torchtitan_lite.metrics.flops import FlopsLedger
 from torchtitan_lite.metrics.hardware import find_peaks
 from torchtitan_lite.metrics.processor import MetricsProcessor
-from torchtitan_lite.metrics.stage_times import StageTimes
 from torchtitan_lite.metrics.writers import build_writers
 
 from .model import BuiltModel, build_model
 from .optim import build_optimizer
+
+if TYPE_CHECKING:
+    from torchtitan_lite.metrics.stage_times import StageTimes
 
 # ----- Data and checkpoints -----
 
@@ -137,8 +140,12 @@ def build_loaded_model(
 # ----- Metrics -----
 
 
-def build_stage_times(job: Job, ledger: FlopsLedger) -> StageTimes:
-    """Build the measurement of a pipeline's stages."""
+def build_stage_times(job: Job, ledger: FlopsLedger) -> "StageTimes | None":
+    """Build the measurement of a pipeline's stages, None without a pipeline."""
+    if job.degrees.pp == 1:
+        return None
+    from torchtitan_lite.metrics.stage_times import StageTimes
+
     ranks, flops = job.degrees.pp, []
     for names in job.stages:
         parts = [ledger.by_module[name] for name in names if name in ledger.by_module]
@@ -188,7 +195,7 @@ def build_metrics(
         n_devices=job.degrees.world_size,
         writers=writers,
         start_tokens=progress.tokens,
-        stage_times=build_stage_times(job, ledger) if job.degrees.pp > 1 else None,
+        stage_times=build_stage_times(job, ledger),
     )
     if config.compile.enable:
         on_compile_start(lambda _: metrics.compile_began())

@@ -18,7 +18,6 @@ from torchtitan_lite.catalog.devices import Precision
 from torchtitan_lite.catalog.flavors import OUTPUT, ModelArgs
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.convert import convert_linears, must_emulate
-from torchtitan_lite.float8.graph_passes import add_passes
 from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.float8.selection import (
     AUTO,
@@ -34,7 +33,6 @@ from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from torchtitan_lite.parallel.microbatches import ModelLoss, PlainMicrobatches, Timed
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.parallel.tensor_parallel import float8_gathers
 from torchtitan_lite.patches import tag_compiler_cache
 
 if TYPE_CHECKING:
@@ -236,6 +234,8 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
     if config.compile.enable:
         tag_compiler_cache(attention)  # the cache key does not include the attention backend
     if float8.enable_float8_linear and config.compile.covers("model"):
+        from torchtitan_lite.float8.graph_passes import add_passes
+
         add_passes()
     indices = job.rank_stages(mesh["pp"].get_local_rank())
     stages = [meta.model]
@@ -306,7 +306,11 @@ def asked_of_step(job: Job, meta: MetaModel, *, stages: Collection[int]) -> Aske
     if job.model_args.tie_embeddings:
         gathered -= {OUTPUT}  # in high precision, for the embedding
     gathers_weights = float8.enable_fsdp_float8_all_gather and degrees.fsdp > 1
-    gathers_activations = float8.recipe.gathers_float8 and degrees.tp > 1
+    tp_gathers = 0
+    if float8.recipe.gathers_float8 and degrees.tp > 1:
+        from torchtitan_lite.parallel.tensor_parallel import float8_gathers
+
+        tp_gathers = microbatches * float8_gathers(converted)
     fuses, compile = job.config.parallelism.enable_async_tensor_parallel, job.config.compile
     has_blocks = any(part.startswith("layers.") for part in parts)
     with_loss = compile.covers("loss") and OUTPUT in parts
@@ -315,7 +319,7 @@ def asked_of_step(job: Job, meta: MetaModel, *, stages: Collection[int]) -> Aske
         matmuls=microbatches * len(converted) * len(float8.recipe.matmuls),
         matmuls_run_in=DTYPES[meta.ledger.fp8_runs_in],
         fsdp_gathers=len(gathered) if gathers_weights else 0,
-        tp_gathers=microbatches * float8_gathers(converted) if gathers_activations else 0,
+        tp_gathers=tp_gathers,
         # At least one fusion per block: the compiler chooses which collectives it fuses.
         fused=microbatches * len(gathered - {OUTPUT}) if fuses else 0,
         graphs=(compile.covers("model") and has_blocks, with_loss).count(True),
