@@ -5,16 +5,9 @@ import os
 import sys
 from typing import TextIO
 
-from .terminal import clean, escape_unknown
+from .terminal import cleaned
 
 logger = logging.getLogger("torchtitan_lite")
-
-
-class _Formatter(logging.Formatter):
-    """Cleans each record of what could control a terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return clean(super().format(record))
 
 
 def init_logger(stream: TextIO | None = None) -> None:
@@ -25,9 +18,8 @@ def init_logger(stream: TextIO | None = None) -> None:
     env = os.environ
     prefixed = "RANK" in env and "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" not in env
     prefix = f"[rank{env['RANK']}] " if prefixed else ""
-    escape_unknown(sys.stdout)
-    handler = logging.StreamHandler(stream or sys.stdout)
-    handler.setFormatter(_Formatter(f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S"))
+    handler = logging.StreamHandler(cleaned(stream or sys.stdout))
+    handler.setFormatter(logging.Formatter(f"{prefix}%(asctime)s %(message)s", datefmt="%H:%M:%S"))
     logger.handlers[:] = [handler]
     talks = env.get("LOCAL_RANK", "0") in env.get("LOG_RANK", "0").split(",")
     logger.setLevel(logging.INFO if talks else logging.WARNING)

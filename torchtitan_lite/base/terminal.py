@@ -39,18 +39,13 @@ class CleanStream:
 @contextmanager
 def clean_output() -> Iterator[None]:
     """Clean what the block prints."""
-    with redirect_stdout(_cleaned(sys.stdout)), redirect_stderr(_cleaned(sys.stderr)):
+    with redirect_stdout(cleaned(sys.stdout)), redirect_stderr(cleaned(sys.stderr)):
         yield
 
 
-def _cleaned(stream: TextIO | None) -> TextIO:
-    if stream is None:  # closed: print ignores it
-        return cast(TextIO, None)
-    escape_unknown(stream)
-    return cast(TextIO, CleanStream(stream))
-
-
-def escape_unknown(stream: TextIO) -> None:
-    """Have a stream escape letters that its encoding lacks, instead of raising an error."""
+def cleaned(stream: TextIO | None) -> TextIO:
+    """Return a stream that cleans what is written to `stream`, and escapes letters that its
+    encoding lacks instead of raising an error. None if it is closed, which print ignores."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
+    return cast(TextIO, None if stream is None else CleanStream(stream))
