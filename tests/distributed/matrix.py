@@ -283,6 +283,12 @@ def train_cells(cells: Iterable[Cell], folder: Path) -> dict[str, str]:
     return failed
 
 
+def crash(cell: Cell, failed: dict[str, str]) -> str:
+    """What train_cells returned of a cell or of its reference; "" if both ended."""
+    printed = [failed.get(each.name, "") for each in (cell.reference, cell) if each is not None]
+    return "".join(printed)
+
+
 def deviation(cell: Cell, folder: Path, *, of: str = "loss") -> float:
     """The largest difference of a step from that of the reference, relative to it."""
     assert cell.reference is not None

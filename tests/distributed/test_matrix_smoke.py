@@ -14,6 +14,7 @@ from matrix import (
     RECIPES,
     TOLERANCE,
     Cell,
+    crash,
     deviation,
     outcome,
     smoke_cells,
@@ -49,8 +50,7 @@ def test_smoke_cells_have_every_value() -> None:
 # ----- Trainer -----
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_trainer_trains_as_on_one_process(cell: Cell, folder: Path, failed: dict[str, str]) -> None:
-    crashed = [each.name for each in (cell.reference, cell) if each and each.name in failed]
-    assert not crashed, failed[crashed[0]]
+    assert not crash(cell, failed), crash(cell, failed)
     if "needs torchao 0.18" in (outcome(cell, folder) or ""):
         pytest.skip("this torchao has no MXFP8")
     assert outcome(cell, folder) == ""
