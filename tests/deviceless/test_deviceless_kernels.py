@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from running import run
 
-from torchtitan_lite.planner.casts import COSTS, Traffic
+from torchtitan_lite.planner.casts import COMPILED, Traffic
 from torchtitan_lite.planner.roofline import GATHERED_WEIGHT
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(600)]
@@ -77,13 +77,13 @@ def test_ranks_that_share_a_sequence_copy_what_a_kernel_needs_in_one_piece(
     assert forward.returned - bf16[0].returned == pytest.approx(kept, rel=0.01)
 
 
-# ----- COSTS, GATHERED_WEIGHT -----
+# ----- COMPILED, GATHERED_WEIGHT -----
 @pytest.mark.parametrize("name", ["tensorwise", "gathered", "rowwise", "rowwise_with_gw_hp"])
 def test_a_recipe_adds_the_traffic_of_its_casts(
     name: str, bf16: list[Pass], tmp_path: Path
 ) -> None:
     recipe = "tensorwise" if name == "gathered" else name
-    casts = COSTS[recipe].compiled
+    casts = COMPILED[recipe]
     weight = GATHERED_WEIGHT if name == "gathered" else casts.weight
     # Each pass, with the elements and the number of its tensors.
     forward = [(casts.input[0], INPUTS, 4), (weight[0], WEIGHTS, 7)]

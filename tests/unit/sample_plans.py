@@ -50,7 +50,6 @@ RATES = Rates(
     network=0.9,  # 45 GB/s
     collective_seconds=7e-6,
     hop_seconds=2e-6,
-    small_reduction_seconds=20e-6,
     slowest_device=1.125,
     overlap_slowdown=0.125,
     async_tensor_parallel=0.25,

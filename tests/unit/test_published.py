@@ -31,16 +31,16 @@ RATE_MISSES = {
     "T2024 405B 512 CP 2 64K": 37,
     "T2024 405B 512 CP 4 128K": 40,
     "T2024 405B 512 CP 8 256K": 64,
-    "Bridge 25.11 GB300 405B CS": 26,
-    "Bridge 26.02 GB300 405B CS": 24,
-    "Bridge 26.02 GB300 405B MX": 26,
-    "Bridge 26.04 GB300 405B CS": 27,
+    "Bridge 25.11 GB300 405B CS": 24,
+    "Bridge 26.02 GB300 405B CS": 22,
+    "Bridge 26.02 GB300 405B MX": 25,
+    "Bridge 26.04 GB300 405B CS": 26,
     "Bridge 26.04 GB300 405B MX": 28,
-    "NeMo 24.07 H100 2-70B": 22,
-    "NeMo 24.03 H100 2-7B 64K": 26,
-    "NeMo 24.03 H100 2-7B 128K": 23,
-    "NeMo 24.03 H100 2-7B 256K": 24,
-    "dgxc 24.09 H100 405B 576 FP8": 30,
+    "NeMo 24.03 H100 2-7B 32K": 22,
+    "NeMo 24.03 H100 2-7B 64K": 28,
+    "NeMo 24.03 H100 2-7B 128K": 24,
+    "NeMo 24.03 H100 2-7B 256K": 25,
+    "dgxc 24.09 H100 405B 576 FP8": 28,
 }
 RATIO_MISSES = {
     "#1185 70B 128 tensorwise": 24,
@@ -55,7 +55,7 @@ RATIO_MISSES = {
 
 
 # Medians of the errors, rates and ratios, in percent.
-@pytest.mark.parametrize(("in_stages", "rate", "ratio"), [(False, 11, 5), (True, 15, 18)])
+@pytest.mark.parametrize(("in_stages", "rate", "ratio"), [(False, 11, 5), (True, 13, 18)])
 def test_predictions_are_near_published_rates_and_ratios(in_stages, rate, ratio):
     planned = [plan_run(run) for run in PUBLISHED_RUNS if run.in_stages == in_stages]
     rates = {each.run.name: abs(each.error) for each in planned if not each.unknown}
@@ -77,7 +77,7 @@ def test_a_range_holds_the_middle_80_percent_of_published_figures(name):
     low, high = getattr(constants, name)
     found = published_over_predicted()[name]
     tenths = quantiles(found, n=10, method="inclusive")
-    assert [low, high] == pytest.approx([tenths[0], tenths[-1]], abs=0.015)
+    assert [low, high] == pytest.approx([tenths[0], tenths[-1]], abs=0.025)
     assert sum(low <= each <= high for each in found) >= 0.8 * len(found)
 
 

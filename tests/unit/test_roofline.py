@@ -19,10 +19,10 @@ from torchao.testing.training.roofline_utils import get_float8_mem_sympy
 from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, FLAVORS, OUTPUT, ModelArgs
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.planner.casts import COSTS, Casts, Traffic, costs_of
+from torchtitan_lite.planner.casts import COMPILED, EAGER, Casts, Traffic
 from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.plan import find_device
-from torchtitan_lite.planner.roofline import Passes, Roofline
+from torchtitan_lite.planner.roofline import Roofline
 
 WQ, WK, WV, WO, W1, W3, W2 = BLOCK_LINEARS
 LLAMA_8B, DEBUG = FLAVORS["8B"], replace(FLAVORS["debugmodel_gqa"], vocab_size=2256)
@@ -67,10 +67,6 @@ def moved(nbytes: float) -> float:
         ((1281, 1280, 512), {}, waves(2, 512)),
         ((1280, 1281, 512), {}, waves(2, 512)),
         ((12800, 12801, 512), {}, waves(101, 512)),
-        # One tile: 8 multiprocessors share its sum, and add their parts of 128 x 128 in float32.
-        ((128, 128, 65536), {}, waves(1, 65536 / 8) + moved(8 * 8 * 128 * 128) + 2e-6),
-        # 110 tiles would be two waves; in halves, they are three of half the length.
-        ((1408, 1280, 8192), {}, waves(3, 8192 / 2) + moved(8 * 2 * 1408 * 1280) + 2e-6),
         # Reading and writing 2 bytes an element, or reading 1, takes longer than to compute.
         ((8192, 8192, 16), {}, moved(2 * (2 * 8192 * 16 + 8192 * 8192))),
         ((8192, 8192, 16), {"slowdown": 1.5}, moved(2 * (2 * 8192 * 16 + 8192 * 8192))),
@@ -139,12 +135,16 @@ def test_ring_beside_measured_collectives():
     assert 8e9 / at.gather_s(8e9, 8) / 1e9 * 7 / 8 == approx(330, rel=0.1)
 
 
-# ----- bf16, float8 -----
+# ----- bf16_s, float8_s -----
+
+
+def matmuls_s(at: Roofline, **options: Any) -> float:
+    """Seconds of the three matmuls of a linear: of the output, its input, and its weight."""
+    return sum(at.gemm_s(*shape, **options) for shape in ((M, N, K), (M, K, N), (N, K, M)))
 
 
 def test_bf16_is_three_matmuls():
-    backward = KERNELS.gemm_s(M, K, N) + KERNELS.gemm_s(N, K, M)  # of the input, of the weight
-    assert KERNELS.bf16(one_linear(N, K)) == Passes(KERNELS.gemm_s(M, N, K), backward)
+    assert KERNELS.bf16_s(one_linear(N, K)) == approx(matmuls_s(KERNELS))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -160,9 +160,9 @@ def test_float8_casts_move_about_as_many_bytes_as_torchaos_roofline_says(recipe)
         "tensorwise": fp8 + 2 * slow,
         "rowwise": row + 2 * slow,
         "rowwise_with_gw_hp": row + slow + bf16,
-        "mxfp8": 3 * row,
+        "mxfp8": row + 2 * slow,
     }
-    casts = roofline.float8(one_linear(n, k)).both - matmuls[recipe]
+    casts = roofline.float8_s(one_linear(n, k)) - matmuls[recipe]
     named = (None, "mxfp8_cublas_rceil") if recipe == "mxfp8" else (recipe, None)
     theirs = float(get_float8_mem_sympy(m, k, n, *named, False, "NVIDIA H100"))
     assert casts == approx(theirs, rel=0.2)
@@ -178,50 +178,46 @@ def test_float8_casts_take_bytes_by_kind_of_access_and_launches(monkeypatch):
         grad_output=Traffic(13, kernels=10),
     )
 
-    def passes(casts: Casts) -> Passes:
-        monkeypatch.setitem(COSTS, "tensorwise", replace(COSTS["tensorwise"], compiled=casts))
-        return roofline_of(M, SCHEMES["tensorwise"]).float8(one_linear(N, K), readers=2)
+    def seconds(casts: Casts) -> float:
+        monkeypatch.setitem(COMPILED, "tensorwise", casts)
+        return roofline_of(M, SCHEMES["tensorwise"]).float8_s(one_linear(N, K), readers=2)
 
-    found, matmuls = passes(casts), passes(NO_CASTS)
     # Two linears share the casts of the input. Bytes are at 0.8, 0.6 and 0.4 of 2.5 TB/s.
     forward = 3 / 2 / 2 * M * K + 7 / 1 * N * K
     backward = 5 / 1.5 / 2 * M * K + (-1 / 2 + 11 / 1.5 + 1 / 1) * N * K + 13 / 2 * M * N
-    for seconds, bare, picoseconds, kernels in (
-        (found.forward, matmuls.forward, forward, 2 / 2 + 6),
-        (found.backward, matmuls.backward, backward, 4 / 2 + 8 + 10),
-    ):
-        assert seconds - bare == approx(1e-12 * picoseconds + kernels * 2e-6)
+    expected = 1e-12 * (forward + backward) + (2 / 2 + 6 + 4 / 2 + 8 + 10) * 2e-6
+    assert seconds(casts) - seconds(NO_CASTS) == approx(expected)
 
 
-def test_costs_of_a_recipe_that_nobody_has_counted():
-    assert costs_of(replace(RECIPES["rowwise"], name="new")) == COSTS["tensorwise"]
+def test_casts_of_a_recipe_that_nobody_has_counted(monkeypatch):
+    monkeypatch.delitem(COMPILED, "rowwise")
+    assert roofline_of(M, SCHEMES["rowwise"]).casts == COMPILED["tensorwise"]
+
+
+# Bytes that transpose are at 0.6 of 2.5 TB/s.
+SAVED = 5 * N * K / MEMORY + 1 * N * K / 1.5e12 + 2 * 2e-6
 
 
 def test_float8_weight_that_was_gathered_in_float8_is_not_cast_again():
-    # Forward, casts of the weight took 5 bytes an element and 3 kernels, and now only a kernel. A
-    # tied weight is gathered for the embedding too.
+    # Casts of the weight took 5 bytes an element and 3 kernels forward, now only a kernel; backward
+    # 3 bytes, now 2. A tied weight is gathered for the embedding too.
     output = LinearChoice(OUTPUT, (OUTPUT,), (N, K), (N, K))
     for linear, tied, saved in (
-        (one_linear(N, K), False, 5 * N * K / MEMORY + 2 * 2e-6),
-        (output, False, 5 * N * K / MEMORY + 2 * 2e-6),
+        (one_linear(N, K), False, SAVED),
+        (output, False, SAVED),
         (output, True, 0),
     ):
         cast, gathered = (
-            roofline_of(M, each, replace(SMALL, tie_embeddings=tied)).float8(linear).forward
+            roofline_of(M, each, replace(SMALL, tie_embeddings=tied)).float8_s(linear)
             for each in (SCHEMES["tensorwise"], GATHERED)
         )
         assert cast - gathered == approx(saved)
 
 
-@pytest.mark.parametrize("time", ["bf16", "float8"])
-def test_linears_that_are_recomputed_run_their_forward_again(time):
+def test_linears_that_are_recomputed_run_their_forward_again():
     linear = replace(one_linear(N, K), names=tuple("abcd"))
-    once, half = (
-        getattr(roofline_of(M, SCHEMES["rowwise"], recomputed=linear.names[:n]), time)(linear)
-        for n in (0, 2)
-    )
-    assert once.forward == half.forward
-    assert half.backward - once.backward == approx(once.forward / 2)
+    once, half = (roofline_of(M, recomputed=linear.names[:n]).bf16_s(linear) for n in (0, 2))
+    assert half - once == approx(2 * KERNELS.gemm_s(M, N, K))
 
 
 class TensorTraffic(TorchDispatchMode):
@@ -252,7 +248,7 @@ def test_eager_casts_move_what_torchao_does(recipe):
             axiswise_dim=-1 if row else None,
             round_scales_to_power_of_2=row,
         )
-    cast = COSTS[recipe].eager.input[0]
+    cast = EAGER[recipe].input[0]
     assert traffic.kernels == cast.kernels
     assert traffic.bytes / x.numel() == approx(cast.contiguous, rel=0.01)
 
@@ -281,10 +277,7 @@ def test_choose_takes_the_linears_of_an_input_if_float8_is_faster_for_all(
     chosen = roofline.choose(linears)
     for kinds in ({WQ, WK, WV}, {WO}, {W1, W3}, {W2}):
         group = [each for each in linears if each.kind in kinds]
-        fp8_s, bf16_s = (
-            sum(each.both for each in roofline.linears(group, converted))
-            for converted in (group, [])
-        )
+        fp8_s, bf16_s = (roofline.linears_s(group, converted) for converted in (group, []))
         assert [each in chosen for each in group] == [fp8_s < bf16_s] * len(group)
 
 
@@ -318,18 +311,18 @@ PUBLISHED_LINEARS = (
 
 
 def test_ratio_beside_published_linears(monkeypatch):
-    casts = COSTS["rowwise"].compiled._replace(grad_output=Traffic())
-    monkeypatch.setitem(COSTS, "rowwise", replace(COSTS["rowwise"], compiled=casts))
+    casts = COMPILED["rowwise"]._replace(grad_output=Traffic())
+    monkeypatch.setitem(COMPILED, "rowwise", casts)
     device = find_device("H100 500W")
     for m, k, n, recipe, bf16_ms, speedup in PUBLISHED_LINEARS:
         linear, roofline = one_linear(n, k), roofline_of(m, SCHEMES[recipe], device=device)
         tolerance = 0.2 if speedup > 1 else 0.3
         assert 1 / roofline.ratio(linear, [linear]) == approx(speedup, rel=tolerance)
         if bf16_ms:
-            assert roofline.bf16(linear).both * 1e3 == approx(bf16_ms, rel=0.2)
+            assert roofline.bf16_s(linear) * 1e3 == approx(bf16_ms, rel=0.2)
 
 
-# ----- attention, runs_attention_in -----
+# ----- attention_s, runs_attention_in -----
 
 FORWARD_MATMUL = 8192 * 8192 * 1024 / 1000e12  # flops of half the square over the peak, in seconds
 
@@ -345,9 +338,12 @@ FORWARD_MATMUL = 8192 * 8192 * 1024 / 1000e12  # flops of half the square over t
 )
 def test_attention_is_2_matmuls_forward_and_5_backward(kernel, fraction, cp, bos_id):
     at = small(args=replace(SMALL, document_bos_id=bos_id), cp=cp)
-    attention = replace(at, attention_kernel=kernel).attention()
-    matmul = 4 * FORWARD_MATMUL / fraction / cp  # in 4 blocks
-    assert [attention.forward, attention.backward] == approx([2 * matmul, 5 * matmul])
+    # In 4 blocks; checkpointing repeats the forward of 2.
+    seconds = FORWARD_MATMUL / fraction / cp
+    again = frozenset({"layers.0.attention", "layers.2.attention", "layers.2.attention.wq"})
+    for recomputed, matmuls in ((frozenset(), 4 * 7), (again, 4 * 7 + 2 * 2)):
+        roofline = replace(at, attention_kernel=kernel, recomputed=recomputed)
+        assert roofline.attention_s() == approx(matmuls * seconds)
 
 
 def test_runs_attention_in_cudnn_where_that_is_the_fastest_but_no_mask_or_part():
@@ -360,15 +356,7 @@ def test_runs_attention_in_cudnn_where_that_is_the_fastest_but_no_mask_or_part()
         assert small(device=device, args=masked).runs_attention_in == "flex"
 
 
-def test_attention_of_checkpointed_blocks_is_repeated():
-    again = {"layers.0.attention", "layers.2.attention", "layers.2.attention.wq"}
-    once, twice = (small(recomputed=each).attention() for each in ((), again))
-    assert twice.forward == once.forward
-    more = twice.backward - once.backward
-    assert more == approx(once.forward / 2)  # 2 of 4 blocks
-
-
-# ----- pointwise, loss_s -----
+# ----- pointwise_s, loss_s -----
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -384,9 +372,8 @@ def test_pointwise_moves_what_was_counted(compiled):
         *(("selective", "op", 1), ("full", "op", 1)),
     ):
         ac = {"mode": mode, "selective_ac_option": option}
-        cost = small(compiled=compiled, activation_checkpoint=ac).pointwise()
-        assert cost.forward == approx(forward)
-        assert cost.backward == approx(backward + again * forward)
+        seconds = small(compiled=compiled, activation_checkpoint=ac).pointwise_s()
+        assert seconds == approx((1 + again) * forward + backward)
 
 
 def test_loss_reads_and_writes_the_logits():
@@ -397,6 +384,6 @@ def test_loss_reads_and_writes_the_logits():
 
 def test_tensor_parallelism_splits_everything_beside_the_linears():
     alone, split = (small(degrees=(1, 1, tp)) for tp in (1, 4))
-    assert split.attention().both == approx(alone.attention().both / 4)
-    assert split.pointwise().both == approx(alone.pointwise().both / 4)
+    assert split.attention_s() == approx(alone.attention_s() / 4)
+    assert split.pointwise_s() == approx(alone.pointwise_s() / 4)
     assert split.loss_s() == approx(alone.loss_s() / 4)

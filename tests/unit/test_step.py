@@ -33,7 +33,7 @@ PARAMETERS = EMBEDDING + 4 * BLOCK + HEAD
 # Collectives and kernels have no latency: communication waits for links of 400 GB/s, for network
 # adapters of 45 GB/s and for memory of 2 TB/s, unless they have no limit.
 LINK, ADAPTER, MEMORY = 400e9, 45e9, 2e12
-FREE = ("kernel_seconds", "collective_seconds", "hop_seconds", "small_reduction_seconds")
+FREE = ("kernel_seconds", "collective_seconds", "hop_seconds")
 FREE_STARTS = replace(RATES, **dict.fromkeys(FREE, 0), slowest_device=1, host_seconds_per_block=0)
 NO_NETWORK = replace(DEVICE, link_gb_s=1e30, network_gb_s=1e30)
 NO_MEMORY = replace(DEVICE, bandwidth_tb_s=1e30)
@@ -93,9 +93,9 @@ def test_step_time_of_an_output_in_float8():
     output = replace(kept, kept_because="")
     assert output.kind == OUTPUT
     parts = time_step(at, [*linears, output], [*linears, output]).compute_s
-    assert parts["output and loss"] == approx(at.float8(output).both + at.loss_s())
+    assert parts["output and loss"] == approx(at.float8_s(output) + at.loss_s())
     in_bf16 = time_step(at, [*linears, kept], linears).compute_s
-    assert in_bf16["output and loss"] == approx(at.bf16(output).both + at.loss_s())
+    assert in_bf16["output and loss"] == approx(at.bf16_s(output) + at.loss_s())
     assert in_bf16["linears"] == parts["linears"]
 
 
@@ -132,12 +132,6 @@ def mode(name: str, **settings: Any) -> dict[str, Any]:
     """Tensor parallelism over 8 ranks, with this mode of activation checkpointing."""
     given = {"degrees": (1, 1, 8), "device": NO_MEMORY, "activation_checkpoint": {"mode": name}}
     return given | settings
-
-
-def scales(name: str) -> dict[str, Any]:
-    """The same where each reduction of a scale takes a second, and nothing else any time."""
-    rates = replace(FREE_STARTS, small_reduction_seconds=1)
-    return mode(name, device=replace(NO_NETWORK, bandwidth_tb_s=1e30), rates=rates)
 
 
 def sequences(count: int) -> dict[str, Any]:
@@ -181,12 +175,6 @@ COLLECTIVES: list[tuple[str, str, dict[str, Any], float]] = [
     (TENSOR, "tensorwise", mode("selective"), HIDDEN * 4 * 12 * EIGHT),  # the inputs are kept
     (TENSOR, "tensorwise", mode("selective", compiled=False), HIDDEN * 4 * 14 * EIGHT),
     (TENSOR, "tensorwise", mode("full"), HIDDEN * 4 * (12 + 4) * EIGHT),
-    # Scales that a block reduces over the ranks.
-    (TENSOR, "bf16", scales("full"), 0),
-    (TENSOR, "tensorwise", scales("none"), 4 * (4 + 7)),
-    (TENSOR, "tensorwise", scales("full"), 4 * (4 + 10)),
-    (TENSOR, "rowwise", scales("selective"), 4 * (2 + 4)),
-    (TENSOR, "rowwise", scales("full"), 4 * (2 + 6)),
     # What is scattered is copied, 2 bytes read and 2 written of each element, 4 times a block. What
     # is gathered, only if it has several sequences.
     (TENSOR, "bf16", sequences(1), HIDDEN * 4 * 4 * 4 / MEMORY),

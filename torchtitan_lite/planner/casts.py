@@ -1,9 +1,6 @@
-"""What float8 costs beside its matmuls, by recipe: casts, and small reductions of scales."""
+"""What the casts of float8 move, by recipe."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
-
-from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, Recipe
 
 
 class Traffic(NamedTuple):
@@ -30,20 +27,6 @@ class Casts(NamedTuple):
     grad_output: Traffic
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecipeCosts:
-    """What a recipe costs beside its matmuls."""
-
-    compiled: Casts
-    eager: Casts
-    scale_reductions: tuple[int, int, int, int] = (0, 0, 0, 0)
-    """Small all-reduces of a compiled block under tensor parallelism, for the scales of what is
-    split over the ranks: forward, backward, recomputed under "op" and under full activation
-    checkpointing."""
-    slow_accumulation: bool = True
-    """Whether the matmuls of both gradients accumulate in float32, which is slower."""
-
-
 # Eager, each operator of a cast reads and writes the whole tensor, mostly in float32: abs, max, to
 # float32, multiply, clamp, to float8. The other kernels compute scales. Both gradients cast
 # grad_output separately.
@@ -57,50 +40,35 @@ _MX, _MX_EAGER = Traffic(3, kernels=2), Traffic(3, kernels=3)
 # embeddings beside them, so that their figures are means over a block: counted in its kernels for a
 # block of Llama 3 8B on Hopper (torch 2.13, torchao 0.18) and split between the tensors that a
 # kernel casts. tests/deviceless/test_deviceless_kernels.py counts them again.
-COSTS = {
-    "tensorwise": RecipeCosts(
-        # One scale per tensor needs its amax first: 2 bytes in two kernels. Backward computes that
-        # of gradients only.
-        compiled=Casts(
-            input=(Traffic(3, kernels=2.25), Traffic(-1.7, 3.6, kernels=1)),
-            weight=(Traffic(5, kernels=3), Traffic(transposing=3, kernels=1)),
-            grad_output=Traffic(-0.5, 4.4, kernels=2.3),
-        ),
-        eager=Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22)),
-        scale_reductions=(4, 7, 0, 3),
+COMPILED = {
+    # One scale per tensor needs its amax first: 2 bytes in two kernels. Backward computes that of
+    # gradients only.
+    "tensorwise": Casts(
+        input=(Traffic(3, kernels=2.25), Traffic(-1.7, 3.6, kernels=1)),
+        weight=(Traffic(5, kernels=3), Traffic(transposing=3, kernels=1)),
+        grad_output=Traffic(-0.5, 4.4, kernels=2.3),
     ),
-    "rowwise": RecipeCosts(
-        # A row is scaled in one kernel, since it stays on the chip; a column needs an amax of its
-        # own. torchao multiplies row-wise gradients unscaled, to avoid a slow kernel, and scales
-        # them afterwards: grad_weight in a separate pass of 4 bytes, counted in the weight's;
-        # grad_input in the kernel that reads it next, which then stores float32, and of a norm is
-        # not fused with the weight's gradient.
-        compiled=Casts(
-            input=(Traffic(-0.4, kernels=0.25), Traffic(0.5, 3.6, kernels=2)),
-            weight=(Traffic(3, kernels=1), Traffic(6, 3, kernels=3.7)),
-            grad_output=Traffic(6.2, 8.1, kernels=4.2),
-        ),
-        eager=Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28)),
-        scale_reductions=(2, 4, 0, 2),
+    # A row is scaled in one kernel, since it stays on the chip; a column needs an amax of its own.
+    # torchao multiplies row-wise gradients unscaled, to avoid a slow kernel, and scales them
+    # afterwards: grad_weight in a separate pass of 4 bytes, counted in the weight's; grad_input in
+    # the kernel that reads it next, which then stores float32, and of a norm is not fused with the
+    # weight's gradient.
+    "rowwise": Casts(
+        input=(Traffic(-0.4, kernels=0.25), Traffic(0.5, 3.6, kernels=2)),
+        weight=(Traffic(3, kernels=1), Traffic(6, 3, kernels=3.7)),
+        grad_output=Traffic(6.2, 8.1, kernels=4.2),
     ),
-    "rowwise_with_gw_hp": RecipeCosts(
-        # grad_weight needs each input in bf16 too, which is stored beside its cast.
-        compiled=Casts(
-            input=(Traffic(1.3, kernels=0.25), Traffic()),
-            weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
-            grad_output=Traffic(3, kernels=1.3),
-        ),
-        eager=Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
-        scale_reductions=(2, 4, 0, 2),
+    # grad_weight needs each input in bf16 too, which is stored beside its cast.
+    "rowwise_with_gw_hp": Casts(
+        input=(Traffic(1.3, kernels=0.25), Traffic()),
+        weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
+        grad_output=Traffic(3, kernels=1.3),
     ),
-    "mxfp8": RecipeCosts(
-        slow_accumulation=False,
-        compiled=Casts((_MX, _MX), (_MX, _MX), Traffic(6, kernels=4)),
-        eager=Casts((_MX_EAGER, _MX_EAGER), (_MX_EAGER, _MX_EAGER), Traffic(6, kernels=6)),
-    ),
+    "mxfp8": Casts((_MX, _MX), (_MX, _MX), Traffic(6, kernels=4)),
 }
-
-
-def costs_of(recipe: Recipe) -> RecipeCosts:
-    """Return the costs of a recipe. One that nobody has counted is taken for the default recipe."""
-    return COSTS.get(recipe.name, COSTS[DEFAULT_RECIPE])
+EAGER = {
+    "tensorwise": Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22)),
+    "rowwise": Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28)),
+    "rowwise_with_gw_hp": Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
+    "mxfp8": Casts((_MX_EAGER, _MX_EAGER), (_MX_EAGER, _MX_EAGER), Traffic(6, kernels=6)),
+}

@@ -16,17 +16,16 @@ from dataclasses import dataclass
 
 from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.catalog.flavors import OUTPUT
+from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import LinearChoice
 
-from .casts import RecipeCosts, Traffic, costs_of
+from .casts import COMPILED, EAGER, Casts, Traffic
 from .constants import Rates
 
 TILE = 128
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
 Multiplication Background User's Guide. A larger tile, at the same rate, is never faster."""
-SPLITS = (1, 2, 4, 8)
-"""Parts of the summed dimension that are computed side by side where there are few tiles."""
 GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=1)
 """Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 COMPILED_POINTWISE = (9, 2, 3), (12, 2, 5)
@@ -34,22 +33,6 @@ COMPILED_POINTWISE = (9, 2, 3), (12, 2, 5)
 each unit of dim, of q_dim + kv_dim, and of ffn_dim. Counted for sm_90 by
 tests/deviceless/test_deviceless_kernels.py."""
 EAGER_POINTWISE = (10, 10, 5), (22, 10, 9)
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Seconds of a forward pass, and of the backward pass with what it recomputes."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    def __add__(self, other: "Passes") -> "Passes":
-        return Passes(self.forward + other.forward, self.backward + other.backward)
-
-    @property
-    def both(self) -> float:
-        """Seconds of the two passes."""
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -90,9 +73,10 @@ class Roofline:
         return "cudnn" if on_cudnn else "flash"
 
     @property
-    def costs(self) -> RecipeCosts:
-        """What the recipe costs beside its matmuls."""
-        return costs_of(self.job.config.float8.recipe)
+    def casts(self) -> Casts:
+        """The casts of the recipe; of the default one if nobody has counted its own."""
+        table = COMPILED if self.compiled else EAGER
+        return table.get(self.job.config.float8.recipe_name, table[DEFAULT_RECIPE])
 
     # ----- Kernels and collectives -----
 
@@ -110,14 +94,10 @@ class Roofline:
         fraction = self.rates.fp8_matmul if fp8 else self.rates.bf16_matmul
         flops_per_s = tflops * 1e12 * fraction / slowdown / self.device.multiprocessors
 
-        # Multiprocessors compute a wave of tiles at a time, and the last wave leaves some idle. A
-        # split sum needs another pass over its parts, in float32.
-        tiles, arithmetic = math.ceil(rows / TILE) * math.ceil(columns / TILE), math.inf
-        for parts in SPLITS:
-            waves = math.ceil(tiles * parts / self.device.multiprocessors)
-            added = self.move_s(8 * parts * rows * columns) if parts > 1 else 0.0
-            seconds = waves * 2 * TILE**2 * inner / parts / flops_per_s + added
-            arithmetic = min(arithmetic, seconds)
+        # Multiprocessors compute a wave of tiles at a time, and the last wave leaves some idle.
+        tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE)
+        waves = math.ceil(tiles / self.device.multiprocessors)
+        arithmetic = waves * 2 * TILE**2 * inner / flops_per_s
 
         nbytes = (1 if fp8 else 2) * inner * (rows + columns) + 2 * rows * columns
         return max(arithmetic, self.move_s(nbytes, 0)) + self.rates.matmul_seconds
@@ -143,34 +123,33 @@ class Roofline:
         network = self.device.network_gb_s * self.rates.network * in_node
         return network if in_node == 1 else min(link, network)
 
-    # ----- Linears -----
+    # ----- Linears, with what the backward pass recomputes -----
 
-    def bf16(self, linear: LinearChoice) -> Passes:
+    def bf16_s(self, linear: LinearChoice) -> float:
         """Seconds of all linears of a kind in bf16."""
         m, (n, k) = self.tokens, linear.local_shape
-        forward, backward = self.gemm_s(m, n, k), self.gemm_s(m, k, n) + self.gemm_s(n, k, m)
-        return self._of_all(linear, forward, backward)
+        backward = self.gemm_s(m, k, n) + self.gemm_s(n, k, m)
+        return self._of_all(linear, self.gemm_s(m, n, k), backward)
 
-    def float8(self, linear: LinearChoice, readers: int = 1) -> Passes:
+    def float8_s(self, linear: LinearChoice, readers: int = 1) -> float:
         """Seconds of the same in float8. Compiled, `readers` linears share the casts of an
         input."""
         m, (n, k), recipe = self.tokens, linear.local_shape, self.job.config.float8.recipe
-        casts = self.costs.compiled if self.compiled else self.costs.eager
         # The embedding reads a tied weight too, so that it is gathered in high precision.
         tied = linear.kind == OUTPUT and self.job.model_args.tie_embeddings
         gathered = self.job.config.float8.enable_fsdp_float8_all_gather and not tied
-        weight = GATHERED_WEIGHT if gathered else casts.weight
+        weight = GATHERED_WEIGHT if gathered else self.casts.weight
         share = 1 / readers if self.compiled else 1.0
 
         fast = 1.0 if recipe.gathers_float8 else self.rates.row_scales
-        forward = share * self._cast_s(m * k, casts.input[0]) + self._cast_s(n * k, weight[0])
+        forward = share * self._cast_s(m * k, self.casts.input[0]) + self._cast_s(n * k, weight[0])
         forward += self.gemm_s(m, n, k, fp8=True, slowdown=fast)
 
         # grad_input [M, K] over N, then grad_weight [N, K] over M
-        slow = self.rates.slow_accumulation if self.costs.slow_accumulation else fast
+        slow = max(fast, self.rates.slow_accumulation)
         fp8 = recipe.divides_tokens
-        backward = share * self._cast_s(m * k, casts.input[1]) + self._cast_s(n * k, weight[1])
-        backward += self._cast_s(m * n, casts.grad_output)
+        backward = share * self._cast_s(m * k, self.casts.input[1]) + self._cast_s(n * k, weight[1])
+        backward += self._cast_s(m * n, self.casts.grad_output)
         backward += self.gemm_s(m, k, n, fp8=True, slowdown=slow)
         backward += self.gemm_s(n, k, m, fp8=fp8, slowdown=slow if fp8 else 1.0)
         return self._of_all(linear, forward, backward)
@@ -182,26 +161,25 @@ class Roofline:
         nbytes += traffic.strided * rates.contiguous / rates.strided
         return self.move_s(elements * nbytes, traffic.kernels)
 
-    def _of_all(self, linear: LinearChoice, forward: float, backward: float) -> Passes:
-        count, again = len(linear.names), sum(name in self.recomputed for name in linear.names)
-        return Passes(forward * count, forward * again + backward * count)
+    def _of_all(self, linear: LinearChoice, forward: float, backward: float) -> float:
+        again = sum(name in self.recomputed for name in linear.names)
+        return len(linear.names) * (forward + backward) + again * forward
 
-    def linears(
+    def linears_s(
         self, linears: Iterable[LinearChoice], converted: Collection[LinearChoice]
-    ) -> list[Passes]:
-        """Seconds of each of `linears`, in float8 if it is among those `converted`, else in
-        bf16."""
+    ) -> float:
+        """Seconds of `linears`, in float8 those that are among `converted`, the others in bf16."""
         readers = Counter(linear.reads for linear in converted)
-        return [
-            self.float8(linear, readers[linear.reads]) if linear in converted else self.bf16(linear)
-            for linear in linears
-        ]
+        return sum(
+            self.float8_s(each, readers[each.reads]) if each in converted else self.bf16_s(each)
+            for each in linears
+        )
 
     def ratio(self, linear: LinearChoice, converted: Collection[LinearChoice]) -> float:
         """Time of `linear` in float8 over its time in bf16, beside the other linears `converted`
         that read the same input."""
         readers = {linear.kind, *(each.kind for each in converted if each.reads == linear.reads)}
-        return self.float8(linear, len(readers)).both / self.bf16(linear).both
+        return self.float8_s(linear, len(readers)) / self.bf16_s(linear)
 
     def choose(self, linears: Sequence[LinearChoice]) -> list[LinearChoice]:
         """Return the `linears` that float8 makes faster. Those that read the same input share its
@@ -209,16 +187,13 @@ class Roofline:
         chosen: list[LinearChoice] = []
         for reads in dict.fromkeys(linear.reads for linear in linears):
             group = [linear for linear in linears if linear.reads == reads]
-            fp8_s, bf16_s = (
-                sum(each.both for each in self.linears(group, converted))
-                for converted in (group, [])
-            )
-            chosen += group if fp8_s < bf16_s else []
+            faster = self.linears_s(group, group) < self.linears_s(group, [])
+            chosen += group if faster else []
         return chosen
 
-    # ----- Other parts of the model -----
+    # ----- Other parts of all blocks, and the loss -----
 
-    def attention(self) -> Passes:
+    def attention_s(self) -> float:
         """Seconds of causal attention, which multiplies half the square: 2 matmuls forward, and 5
         backward, which recomputes the scores. All ranks that share a sequence have equal parts of
         it."""
@@ -226,23 +201,21 @@ class Roofline:
         rate = self.device.bf16_tflops * 1e12 * getattr(self.rates, fraction)
         matmul = self.tokens * args.max_seq_len * args.q_dim / self.job.degrees.tp / rate
         again = sum(name.endswith(".attention") for name in self.recomputed)
-        n_layers = args.n_layers
-        return Passes(2 * matmul * n_layers, matmul * (5 * n_layers + 2 * again))
+        return matmul * (7 * args.n_layers + 2 * again)
 
-    def pointwise(self) -> Passes:
+    def pointwise_s(self) -> float:
         """Seconds of norms, rotary embeddings, SwiGLU and residuals in bf16. Tensor parallelism
         splits norms and residuals along the sequence."""
         args, kernels = self.job.model_args, 7 if self.compiled else 17
         widths = args.dim, args.q_dim + args.kv_dim, args.ffn_dim
-
-        def seconds(per_width: tuple[int, int, int]) -> float:
-            elements = sum(map(math.prod, zip(per_width, widths, strict=True)))
-            nbytes = 2 * self.tokens * elements / self.job.degrees.tp
-            return self.move_s(nbytes, kernels)
-
-        forward, backward = map(seconds, COMPILED_POINTWISE if self.compiled else EAGER_POINTWISE)
-        n_layers, again = args.n_layers, self.checkpointed
-        return Passes(forward * n_layers, backward * n_layers + forward * again)
+        passes = COMPILED_POINTWISE if self.compiled else EAGER_POINTWISE
+        forward, backward = (
+            2 * self.tokens * sum(map(math.prod, zip(moved, widths, strict=True)))
+            for moved in passes
+        )
+        runs = args.n_layers + self.checkpointed  # of the forward pass
+        nbytes = runs * forward + args.n_layers * backward
+        return self.move_s(nbytes / self.job.degrees.tp, kernels * (runs + args.n_layers))
 
     def loss_s(self) -> float:
         """Seconds of the cross-entropy and its gradient, beside the matmuls of the projection."""

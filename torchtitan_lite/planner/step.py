@@ -5,19 +5,19 @@ takes n blocks' time on the rank that computes longest.
 
 - FSDP gathers the next block's weights, and reduces the previous one's gradients, while a block
   computes. The device waits for the first gather, for the last reduction, and for what takes longer
-  than the computation of a pass.
+  than the computation of a microbatch.
 - Tensor and context parallelism wait for computation and are waited for.
 - A rank of a pipeline of p ranks with v stages each pauses for (p - 1) / v microbatches (arXiv
   2104.04473, section 2.2).
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan_lite.catalog.flavors import OUTPUT
 from torchtitan_lite.float8.selection import LinearChoice
 
-from .roofline import Passes, Roofline
+from .roofline import Roofline
 from .share import Share
 
 TENSOR, CONTEXT, SHARDING = "tensor parallelism", "context parallelism", "FSDP"
@@ -47,45 +47,42 @@ def time_step(
     shares = [Share(job, kinds, rank=rank) for rank in range(job.degrees.pp)]
     n = shares[0].microbatches
 
-    # A microbatch's passes through all blocks, and between them the projection and the loss.
+    # Seconds of a microbatch in all blocks, and of the projection and the loss.
+    in_blocks = [each for each in linears if each.kind != OUTPUT]
     compute = {
-        "linears": _sum(roofline.linears([e for e in linears if e.kind != OUTPUT], in_float8)),
-        "attention": roofline.attention(),
-        "pointwise": roofline.pointwise(),
+        "linears": roofline.linears_s(in_blocks, in_float8),
+        "attention": roofline.attention_s(),
+        "pointwise": roofline.pointwise_s(),
     }
     waits = {
-        TENSOR: _tensor_parallel(roofline, shares[0]),
-        CONTEXT: _context_parallel(roofline),
+        TENSOR: _tensor_parallel_s(roofline, shares[0]),
+        CONTEXT: _context_parallel_s(roofline),
     }
-    every = _sum([*compute.values(), *waits.values()])
-    head = _sum(roofline.linears([e for e in linears if e.kind == OUTPUT], in_float8))
-    head_s = head.both + roofline.loss_s()
+    blocks_s = sum(compute.values()) + sum(waits.values())
+    output = [each for each in linears if each.kind == OUTPUT]
+    head_s = roofline.linears_s(output, in_float8) + roofline.loss_s()
 
     # The rank that computes longest, and its part of the blocks.
     def microbatch_s(share: Share) -> float:
-        return share.blocks / n_layers * every.both + (head_s if share.has_output else 0.0)
+        return share.blocks / n_layers * blocks_s + (head_s if share.has_output else 0.0)
 
     share = max(shares, key=microbatch_s)
     part = share.blocks / n_layers
-    compute_s = {name: n * part * each.both for name, each in compute.items()}
+    compute_s = {name: n * part * each for name, each in compute.items()}
     compute_s["output and loss"] = n * head_s if share.has_output else 0.0
     compute_s["weights and optimizer"] = _update_s(roofline, share)
-    exposed, hidden = _sharded_s(roofline, share, part * every.forward, part * every.backward)
+    exposed, hidden = _sharded_s(roofline, share, part * blocks_s)
     late = rates.slowest_device - 1 if job.degrees.world_size > 1 else 0.0
     compute_s["slowest device"] = late * sum(compute_s.values())
     compute_s["beside communication"] = rates.overlap_slowdown * hidden
 
     # What it waits for.
-    waits_s = {name: n * part * each.both for name, each in waits.items()} | {SHARDING: exposed}
+    waits_s = {name: n * part * each for name, each in waits.items()} | {SHARDING: exposed}
     pauses = (len(shares) - 1) / len(job.stages)
     waits_s[PIPELINE] = pauses * sum(map(microbatch_s, shares))
     host_s = (n + 1) * share.blocks * rates.host_seconds_per_block  # the update is as long as one
     waits_s[HOST] = max(0.0, host_s - sum(compute_s.values()) - sum(waits_s.values()))
     return StepTime(compute_s, waits_s, hidden)
-
-
-def _sum(parts: Iterable[Passes]) -> Passes:
-    return sum(parts, Passes())
 
 
 # ----- FSDP -----
@@ -112,11 +109,9 @@ def _update_s(roofline: Roofline, share: Share) -> float:
     return roofline.move_s(updated + gathers * gathered + gradients + summed, 20 * n * share.blocks)
 
 
-def _sharded_s(
-    roofline: Roofline, share: Share, forward_s: float, backward_s: float
-) -> tuple[float, float]:
+def _sharded_s(roofline: Roofline, share: Share, blocks_s: float) -> tuple[float, float]:
     """Seconds of FSDP's collectives in a step, with the sums over replicas: those that the device
-    waits for, and those beside a microbatch's passes of `forward_s` and `backward_s`."""
+    waits for, and those beside the blocks' passes of a microbatch, `blocks_s` of computation."""
     degrees, n = roofline.job.degrees, share.microbatches
     replicas = degrees.dp_replicate, degrees.tp * degrees.fsdp
 
@@ -127,32 +122,31 @@ def _sharded_s(
         nbytes = share.reduce_width * weights
         return gather(nbytes) + 2 * roofline.gather_s(nbytes / degrees.fsdp, *replicas)
 
-    # Nothing hides the first gathers and the last reductions.
+    # Nothing hides the first gathers and the last reductions; a pipeline reduces when all its
+    # microbatches are done.
     (forwards, backwards), block = _gathers(share), gather(share.gathered_block)
     first = gather(share.width * share.embedding) + block
     ahead = (share.blocks - 1) * block + gather(share.width * share.output)
-    again = share.blocks * block * backwards / n
+    gathers = (forwards * ahead + backwards * share.blocks * block) / n  # of a microbatch
     last = reduce(share.block) + reduce(share.embedding)
     others = (share.blocks - 1) * reduce(share.block) + reduce(share.output)
 
-    # The others are beside a pass; a pipeline reduces when all its microbatches are done.
-    total = forwards * (first + ahead) + n * again + share.reductions * (last + others)
-    beside = again + (0.0 if share.pipelined else others)
-    hidden = forwards * min(ahead, forward_s) + share.reductions * min(beside, backward_s)
-    hidden += (n - share.reductions) * min(again, backward_s)
+    total = forwards * first + n * gathers + share.reductions * (last + others)
+    beside = gathers + (0.0 if share.pipelined else others)
+    hidden = share.reductions * min(beside, blocks_s)
+    hidden += (n - share.reductions) * min(gathers, blocks_s)
     return total - hidden, hidden
 
 
 # ----- Tensor and context parallelism, in a microbatch -----
 
 
-def _tensor_parallel(roofline: Roofline, share: Share) -> Passes:
-    """Seconds in which a block gathers two inputs of its linears [N, D] and scatters two sums, and
-    the reverse in the backward pass."""
-    tp, config, in_float8 = share.tp, share.config, bool(share.float8_linears)
-    n_layers, gathered_float8 = share.model.n_layers, config.float8.recipe.gathers_float8
+def _tensor_parallel_s(roofline: Roofline, share: Share) -> float:
+    """Seconds in which all blocks gather two inputs of their linears [N, D] and scatter two sums,
+    and the reverse in the backward pass."""
+    tp, config = share.tp, share.config
     if tp == 1:
-        return Passes()
+        return 0.0
 
     def gather(tensor: str) -> float:
         nbytes = share.residual * tp / (share.width if share.gathers_float8(tensor) else 1)
@@ -165,35 +159,29 @@ def _tensor_parallel(roofline: Roofline, share: Share) -> Passes:
     scatter = roofline.gather_s(share.residual * tp, tp) + roofline.move_s(2 * share.residual * tp)
     asynchronous = config.parallelism.enable_async_tensor_parallel
     left = 1 - (roofline.rates.async_tensor_parallel if asynchronous else 0.0)
-    left_cast = 1 if in_float8 and not gathered_float8 else left
+    rescaled = share.float8_linears and not config.float8.recipe.gathers_float8
+    left_cast = 1 if rescaled else left
     inputs = left_cast * (gather("attention_norm") + gather("ffn_norm"))
     gradients = left_cast * (gather("attention") + gather("gated"))
+    scattered = 2 * left * scatter + 2 * left_cast * scatter  # sums, then gradients of inputs
 
-    # Activation checkpointing repeats gathers, unless the compiler keeps the float8 inputs. A scale
-    # over a split dimension is the maximum of all ranks: a small all-reduce.
+    # Activation checkpointing repeats gathers, unless the compiler keeps the float8 inputs.
     by_op = config.activation_checkpoint.keeps_by_op
     kept = by_op and roofline.compiled and share.gathers_float8("ffn_norm")
     again = (0.0 if kept else inputs) + (0.0 if by_op else left * scatter)
-    scales = roofline.costs.scale_reductions if in_float8 else (0, 0, 0, 0)
-    forward_scales, backward_scales, *again_scales = (
-        count * roofline.rates.small_reduction_seconds for count in scales
-    )
-    again += again_scales[0 if by_op else 1]
-    forward = inputs + 2 * left * scatter + forward_scales
-    backward = gradients + 2 * left_cast * scatter + backward_scales
-    again *= roofline.checkpointed
-    return Passes(n_layers * forward, n_layers * backward + again)
+    n_layers = share.model.n_layers
+    return n_layers * (inputs + gradients + scattered) + roofline.checkpointed * again
 
 
-def _context_parallel(roofline: Roofline) -> Passes:
+def _context_parallel_s(roofline: Roofline) -> float:
     """Seconds in which keys and values of whole sequences are gathered and their gradients reduced,
     with the copies around them. Activation checkpointing keeps none of them."""
     job, cp, tp = roofline.job, roofline.job.degrees.cp, roofline.job.degrees.tp
     if cp == 1:
-        return Passes()
+        return 0.0
     whole = 2 * 2 * cp * roofline.tokens * job.model_args.kv_dim // tp  # bytes
     collective = roofline.gather_s(whole, cp, tp)
     forward = collective + roofline.move_s((2 / cp + 2) * whole, 3)
     backward = collective + roofline.move_s(3 * whole, 2)
-    n_layers, again = job.model_args.n_layers, roofline.checkpointed * forward
-    return Passes(n_layers * forward, n_layers * backward + again)
+    n_layers = job.model_args.n_layers
+    return n_layers * (forward + backward) + roofline.checkpointed * forward
