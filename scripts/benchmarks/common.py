@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from torchtitan_lite.base.errors import ConfigError, RunError
 from torchtitan_lite.config import Config, dump_config
-from torchtitan_lite.metrics.hardware import device_name
+from torchtitan_lite.tools.doctor import device_name
 
 STEP_LINE = re.compile(r"\bstep:?\s+(\d+)(?:/\d+)?\s+loss:?\s+([\d.]+)")
 """A step's line in the log of torchtitan_lite, torchtitan and the bare loop: step and loss."""

@@ -38,9 +38,9 @@ from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import read_json_object
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
-from torchtitan_lite.metrics.hardware import device_name
 from torchtitan_lite.planner.measured import DATA_SHEET, VERSION
 from torchtitan_lite.tools.bench import ROWS, format_rows, row_words
+from torchtitan_lite.tools.doctor import device_name
 
 ROOT = Path(__file__).parents[2]
 KERNEL_TIMES = (str(Path(__file__).with_name("kernel_times.py")),)  # what Python runs

@@ -109,3 +109,14 @@ def test_check_ranks_starts_two_that_meet(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none")
     works, text = run_check(check_ranks)
     assert not works and re.match(r".*RuntimeError: .*none$", text)
+
+
+# ----- device_name -----
+def test_device_name_of_a_cpu_is_its_model_else_the_architecture(monkeypatch):
+    lines = "processor\t: 0\nmodel name\t: Fast CPU\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
+    monkeypatch.setattr(doctor, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(Path, "read_text", lambda path: lines)
+    assert doctor.device_name() == "CPU: Fast CPU, 2 cores"
+    monkeypatch.setattr(Path, "read_text", lambda path: "processor\t: 0\n")
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "aarch64")
+    assert doctor.device_name() == "CPU: aarch64, 2 cores"

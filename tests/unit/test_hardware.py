@@ -4,7 +4,6 @@ import itertools
 import os
 import socket
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from torchtitan_lite.config import MetricsConfig
 from torchtitan_lite.metrics import hardware
 from torchtitan_lite.metrics.hardware import (
     Peaks,
-    device_name,
     find_peaks,
     measure_cpu_peaks,
     measure_peak,
@@ -165,16 +163,6 @@ def test_measure_peak_of_a_gpu_is_the_median_of_ten_matmuls_at_a_time(monkeypatc
     monkeypatch.setattr(torch, "Generator", lambda device: generator)
     monkeypatch.setattr(torch, "randn", lambda *shape, generator, device: randn(*shape))
     assert measure_peak("fp32", GPU) == pytest.approx(10 * 2 * 64**3 / 0.2 / 1e12)
-
-
-# ----- device_name -----
-def test_device_name_of_a_cpu_is_its_model_else_the_architecture(monkeypatch, threads):
-    lines = "processor\t: 0\nmodel name\t: Fast CPU\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
-    monkeypatch.setattr(Path, "read_text", lambda path: lines)
-    assert device_name() == "CPU: Fast CPU, 2 cores"
-    monkeypatch.setattr(Path, "read_text", lambda path: "processor\t: 0\n")
-    monkeypatch.setattr(hardware.platform, "machine", lambda: "aarch64")
-    assert device_name() == "CPU: aarch64, 2 cores"
 
 
 # ----- peak_memory_gib, total_memory_gib -----

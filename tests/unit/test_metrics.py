@@ -36,7 +36,7 @@ def ledger_8b(precision: str, *, emulated: bool = False) -> FlopsLedger:
     recompute = Counter({"fp8": 0, "bf16": ATTENTION // 3, "fp32": 0})
     flops[runs_in] += BLOCKS
     recompute[runs_in] += BLOCKS // 3
-    return FlopsLedger(flops, recompute, OUTPUT, ATTENTION, precisions={}, fp8_runs_in=fp8_runs_in)
+    return FlopsLedger(flops, recompute, ATTENTION, fp8_runs_in=fp8_runs_in)
 
 
 # ----- compute_rates, compute_utilisation -----

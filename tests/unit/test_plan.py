@@ -131,14 +131,18 @@ def test_without_float8_and_with_recomputation():
 
 
 def test_linears_have_the_shapes_of_a_rank():
-    found = plan("llama3_8b_float8", tp(2), "--training.local_batch_size=2")
+    settings = ["--training.local_batch_size=2", "--float8.recipe_name=rowwise_with_gw_hp"]
+    all_gather = ("enable_fsdp_float8_all_gather", "precompute_float8_dynamic_scale_for_fsdp")
+    settings += [f"--float8.{key}=false" for key in all_gather]
+    found = plan("llama3_8b_float8", tp(2), *settings)
     rows = {row["kind"]: row for row in found["linears"]}
     sizes = {kind: [row["tokens"], *row["local_shape"]] for kind, row in rows.items()}
     assert sizes["attention.wk"] == [16384, 512, 4096]
     assert sizes["feed_forward.w2"] == [16384, 4096, 7168]
-    assert set(rows["attention.wk"]["precisions"].values()) == {"fp8"}
+    in_float8 = {"output": "fp8", "grad_input": "fp8", "grad_weight": "bf16"}
+    assert rows["feed_forward.w2"]["precisions"] == in_float8
     output = rows.pop("output")
-    assert output["kept_because"]
+    assert output["kept_because"] and output["precisions"] == dict.fromkeys(in_float8, "bf16")
     assert all(len(row["names"]) == 32 for row in rows.values())
 
 

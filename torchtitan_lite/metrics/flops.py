@@ -32,17 +32,14 @@ class FlopsLedger:
     """By the precision that computes them, without recomputation."""
     recompute: Mapping[Precision, int]
     """What the backward pass computes again; not in `by_precision`."""
-    output: int
-    """Share of the projection to the vocabulary."""
     attention: int
     """Share of the scores and values in all layers."""
-    precisions: Mapping[str, Mapping[str, Precision]]
-    """Precision of each of MATMULS in the recipe, by the name of the linear."""
     recompute_is_known: bool = True
     """Whether `recompute` is complete; under a memory budget the compiler decides."""
     fp8_runs_in: Precision = "fp8"
     """What fp8 matmuls are computed and counted in: another precision if emulated."""
     attention_runs_in: Precision = "bf16"
+    """As the matmuls of linears that are not in float8."""
     by_module: Mapping[str, Mapping[Precision, int]] = field(default_factory=dict)
     """`by_precision` of each block, such as layers.0, and of `output`."""
 
@@ -78,35 +75,26 @@ def count_flops(
     layer_matmul = 2 * args.n_heads * args.head_dim * seq_len
     if convention == "causal":
         layer_matmul //= 2
-    attention, output = 6 * args.n_layers * layer_matmul, 0
     recomputed_layers = sum(name.endswith(".attention") for name in recomputed)
-    flops: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
-    recompute = flops | {high_precision: 2 * layer_matmul * recomputed_layers}
-    flops[high_precision] = attention
+    none: dict[Precision, int] = {"fp8": 0, "bf16": 0, "fp32": 0}
+    recompute = none | {high_precision: 2 * layer_matmul * recomputed_layers}
 
-    # Linears, and the attention of each block.
-    precisions: dict[str, dict[str, Precision]] = {}
-    by_module: dict[str, dict[Precision, int]] = {}
+    # The attention of each block, and the linears.
+    blocks = [f"layers.{index}" for index in range(args.n_layers)]
+    by_module = {block: none | {high_precision: 6 * layer_matmul} for block in blocks}
+    by_module["output"] = dict(none)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             count = 2 * module.in_features * module.out_features
             in_float8 = float8_matmuls.get(name, ())
-            precisions[name] = {m: "fp8" if m in in_float8 else high_precision for m in MATMULS}
-            runs_in = [fp8_runs_in if p == "fp8" else p for p in precisions[name].values()]
-            own = by_module.setdefault(".".join(name.split(".")[:2]), dict.fromkeys(flops, 0))
+            runs_in = [fp8_runs_in if each in in_float8 else high_precision for each in MATMULS]
             for precision in runs_in:
-                flops[precision] += count
-                own[precision] += count
+                by_module[".".join(name.split(".")[:2])][precision] += count
             recompute[runs_in[0]] += count if name in recomputed else 0
-            output = 3 * count if name == "output" else output
-    for name in by_module.keys() - {"output"}:
-        by_module[name][high_precision] += 6 * layer_matmul
     return FlopsLedger(
-        flops,
+        {each: sum(own[each] for own in by_module.values()) for each in none},
         recompute,
-        output,
-        attention,
-        precisions,
+        6 * args.n_layers * layer_matmul,
         recompute_is_known,
         fp8_runs_in,
         attention_runs_in=high_precision,

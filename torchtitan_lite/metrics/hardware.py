@@ -6,7 +6,6 @@ interruptions, even on a busy machine; on several threads it would wait for the 
 """
 
 import os
-import platform
 import resource
 import socket
 import statistics
@@ -15,7 +14,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,15 +137,6 @@ def _rank_threads() -> float:
     ranks = on_all_ranks(lambda: (host, cores))
     users = Counter(core for other, theirs in ranks if other == host for core in theirs)
     return min(torch.get_num_threads(), sum(1 / users[core] for core in cores))
-
-
-def device_name() -> str:
-    """Return the name of the GPU at hand, or of the CPU with its number of cores."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"CPU: {next(models, platform.machine())}, {len(os.sched_getaffinity(0))} cores"
 
 
 class HostEvent:

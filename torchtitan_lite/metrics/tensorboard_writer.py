@@ -1,8 +1,6 @@
 """TensorBoard curves and their pages, generated texts, and the run's config."""
 
 import re
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +23,6 @@ CHARTS = {
 """Figures of each chart of TensorBoard's Custom Scalars tab."""
 CAST_CHARTS = {"sqnr_db": "SQNR of {role}s, dB", "underflow": "share of {role}s that became 0"}
 """Titles of the charts of casts to float8, by figure, with a curve per kind of linear."""
-
-
-def tensorboard_command(folder: Path | str) -> str:
-    """Return the shell command that shows the curves of all runs in a folder."""
-    return shlex.join([sys.executable, "-m", "tensorboard.main", "--logdir", str(folder)])
 
 
 class TensorBoardWriter(Writer):

@@ -14,7 +14,7 @@ from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.config import Config, MetricsConfig
 from torchtitan_lite.config.job import Job, build_job
 from torchtitan_lite.float8.selection import AUTO
-from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates
+from torchtitan_lite.metrics.flops import MATMULS, FlopsLedger, compute_rates
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
 from torchtitan_lite.training.model import MetaModel, build_meta_model
 
@@ -179,11 +179,12 @@ def _plan_model(job: Job, meta: MetaModel) -> dict[str, Any]:
 
 def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
     recompute = sum(ledger.recompute.values())
+    output = sum(ledger.by_module["output"].values())
     return {
         "total": ledger.total,
         **{str(name): count for name, count in ledger.by_precision.items()},
-        "block_linears": ledger.total - ledger.output - ledger.attention,
-        "output": ledger.output,
+        "block_linears": ledger.total - output - ledger.attention,
+        "output": output,
         "attention": ledger.attention,
         "recompute": recompute,
         "with_recompute": ledger.total + recompute,
@@ -192,12 +193,15 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
 
 def _plan_linears(work: Workload, ledger: FlopsLedger, device: DeviceSpec) -> list[dict[str, Any]]:
     """An item for each kind of linear and reason to keep it."""
-    roofline = work.roofline(device)
+    roofline, matmuls = work.roofline(device), work.job.config.float8.recipe.matmuls
     return [
         asdict(choice)
         | {
             "tokens": roofline.tokens,
-            "precisions": ledger.precisions[choice.names[0]],
+            "precisions": {
+                each: "fp8" if choice.converted and each in matmuls else ledger.attention_runs_in
+                for each in MATMULS
+            },
             "time_ratio": roofline.ratio(choice, work.converted) if device.fp8_tflops else None,
         }
         for choice in work.choices

@@ -1,6 +1,7 @@
 """Check what this machine can do: each check runs the real thing and reports what it saw."""
 
 import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from torch.multiprocessing import spawn
 
 from torchtitan_lite.base.errors import RunError
+from torchtitan_lite.base.files import usable_cores
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears, must_emulate
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.metrics.hardware import device_name, host_memory_gib, total_memory_gib
+from torchtitan_lite.metrics.hardware import host_memory_gib, total_memory_gib
 from torchtitan_lite.run import compiler_checks
 from torchtitan_lite.run.process_group import has_gpus, stay_on_loopback
 
@@ -41,6 +43,15 @@ def build_checks(folder: Path) -> dict[str, Callable[[], str]]:
         "bf16": lambda: check_matmuls(None, device),
         **{f"float8 {name}": partial(check_matmuls, name, device) for name in RECIPES},
     }
+
+
+def device_name() -> str:
+    """Return the name of the GPU at hand, or of the CPU with its number of cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"CPU: {next(models, platform.machine())}, {len(usable_cores())} cores"
 
 
 def run_check(check: Callable[[], str]) -> tuple[bool, str]:
