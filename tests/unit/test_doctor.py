@@ -1,5 +1,6 @@
 """`torchtitan-lite doctor`: each check runs the real thing, and a failure is a line of the page."""
 
+import os
 import re
 import sys
 from importlib import metadata
@@ -114,7 +115,7 @@ def test_check_ranks_starts_two_that_meet(monkeypatch: pytest.MonkeyPatch) -> No
 # ----- device_name -----
 def test_device_name_of_a_cpu_is_its_model_else_the_architecture(monkeypatch):
     lines = "processor\t: 0\nmodel name\t: Fast CPU\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
-    monkeypatch.setattr(doctor, "usable_cores", lambda: {0, 1})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(Path, "read_text", lambda path: lines)
     assert doctor.device_name() == "CPU: Fast CPU, 2 cores"
     monkeypatch.setattr(Path, "read_text", lambda path: "processor\t: 0\n")

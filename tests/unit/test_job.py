@@ -57,13 +57,18 @@ def test_degrees_batches_and_shares_follow_from_the_config():
     assert job.microbatch_tokens == 2 * 96 / 3
     assert dataclasses.astuple(job.batch) == (2, 16, 2)
     assert job.dataset_shares == (3, 1)
+    hparams = job.hparams()
+    assert (hparams["world_size"], hparams["global_batch_size"]) == (24, 16)
+    assert hparams["parallelism"] == "dp_replicate 2 x dp_shard 2 x cp 3 x tp 2"
+    assert hparams["float8"] == "off"
 
 
-# ----- choose, to_toml -----
+# ----- choose, to_toml, hparams -----
 def test_chosen_values_are_written_and_load_again(tmp_path):
     job = job_of(activation_checkpoint={"mode": "auto"})
     chosen = job.choose("activation_checkpoint", mode="selective", selective_ac_option="2")
     assert chosen.config.activation_checkpoint.mode == "selective"
+    assert chosen.hparams()["activation_checkpoint"] == "selective 2"
 
     path = tmp_path / "config.toml"
     path.write_text(chosen.to_toml())

@@ -99,6 +99,25 @@ class Job:
             f"{batch.grad_accum_steps} microbatches a rank"
         )
 
+    def hparams(self) -> dict[str, bool | float | str]:
+        """Return the settings worth comparing between runs, for TensorBoard."""
+        config, float8 = self.config, self.config.float8
+        degrees = dataclasses.asdict(self.degrees)
+        split = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
+        return {
+            "float8": float8.recipe_name if float8.enable_float8_linear else "off",
+            "lr": config.optimizer.lr,
+            "parallelism": " x ".join(split) or "none",
+            "seq_len": config.training.seq_len,
+            "world_size": self.degrees.world_size,
+            "activation_checkpoint": config.activation_checkpoint.label,
+            "compile": config.compile.enable,
+            "flavor": self.model_name,
+            "float8_all_gather": float8.enable_fsdp_float8_all_gather,
+            "global_batch_size": self.batch.global_batch_size,
+            "local_batch_size": self.batch.local_batch_size,
+        }
+
 
 def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) -> Job:
     """Derive the job of a run with `world_size` processes. Raises ConfigError if degrees or batch

@@ -31,6 +31,16 @@ class Summary:
         """Mean of `losses`."""
         return statistics.fmean(self.losses)
 
+    def outcome(self) -> dict[str, float]:
+        """Return the known figures by which runs are compared."""
+        figures = {
+            "loss": self.final_loss,
+            "validation_loss": self.validation_loss,
+            "median_tps": self.tps,
+            "median_mfu": self.mfu,
+        }
+        return {name: value for name, value in figures.items() if value is not None}
+
 
 def summary_lines(summary: Summary) -> list[str]:
     """Describe how a run went."""

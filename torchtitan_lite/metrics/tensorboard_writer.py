@@ -1,4 +1,4 @@
-"""TensorBoard curves and their pages, generated texts, and the run's config."""
+"""TensorBoard curves and pages, generated texts, the config, and values to compare runs by."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -36,6 +36,7 @@ class TensorBoardWriter(Writer):
 
         # An earlier process may have trained past the step: TensorBoard drops those points.
         self._curves: Any = SummaryWriter(str(folder), purge_step=run.resume_step + 1)
+        self._hparams = dict(run.hparams)
         self._curves.add_custom_scalars(_layout(numerics=run.has_numerics))
         self._curves.add_text("config", f"```toml\n{run.config_toml}\n```", run.resume_step)
         self.flush()
@@ -54,7 +55,16 @@ class TensorBoardWriter(Writer):
         self._curves.flush()
 
     def close(self, summary: Summary | None) -> None:
-        """Put the points on disk."""
+        if summary is not None:
+            from torch.utils.tensorboard.summary import hparams
+
+            # SummaryWriter.add_hparams would write a second file, whose place among the others by
+            # its name may be before this one, which then drops its points.
+            outcome = {f"z_final/{name}": value for name, value in summary.outcome().items()}
+            for part in hparams(self._hparams, outcome):
+                self._curves.file_writer.add_summary(part)
+            for tag, value in outcome.items():
+                self._curves.add_scalar(tag, value, summary.last.step)
         self.flush()
         self._curves.close()
 

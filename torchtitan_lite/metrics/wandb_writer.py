@@ -55,11 +55,6 @@ class WandbWriter(Writer):
 
     def close(self, summary: Summary | None) -> None:
         if summary is not None:
-            outcome = {
-                "final/loss": summary.final_loss,
-                "final/validation_loss": summary.validation_loss,
-                "final/median_tps": summary.tps,
-                "final/median_mfu": summary.mfu,
-            }
-            self._run.summary.update({name: x for name, x in outcome.items() if x is not None})
+            outcome = {f"final/{name}": value for name, value in summary.outcome().items()}
+            self._run.summary.update(outcome)
         self._run.finish()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.multiprocessing import spawn
 
 from torchtitan_lite.base.errors import RunError
-from torchtitan_lite.base.files import usable_cores
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.config import Float8Config
@@ -51,7 +50,7 @@ def device_name() -> str:
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"CPU: {next(models, platform.machine())}, {len(usable_cores())} cores"
+    return f"CPU: {next(models, platform.machine())}, {len(os.sched_getaffinity(0))} cores"
 
 
 def run_check(check: Callable[[], str]) -> tuple[bool, str]:

@@ -183,6 +183,7 @@ def build_metrics(
         total_steps=total_steps,
         resume_step=progress.step,
         config_toml=job.to_toml(),
+        hparams=job.hparams(),
         has_numerics=config.float8.log_numerics_freq > 0,
     )
     writers: list[Writer] = []
