@@ -37,7 +37,7 @@ SHARD, EMPTY_SHARD, RANDOM = "__0_0.distcp", "__1_0.distcp", "rank-00000.json"
 FILES = {".metadata": b"table", SHARD: b"a" * 9000, EMPTY_SHARD: b"", RANDOM: b"{}"}
 DATA = {"seed": 0, "store 1": "abc", "store 1 held out": 7}
 SAMPLE = CheckpointManifest(
-    progress=TrainingProgress(10, 80, 5120, DATA, 2, 1, 3.25),
+    progress=TrainingProgress(10, 80, 5120, DATA, 2, 1, 3.25, last_step=40),
     world_size=2,
     mesh={"dp_shard": 2, "tp": 1},
     versions={"torch": "2.13.0"},

@@ -74,6 +74,8 @@ class TrainingProgress:
     """Running mean of the losses in nats; None until there is one."""
     schedule_start: Literal[0] = 0
     """Earlier versions could begin the learning rate's schedule at a later step."""
+    last_step: Count | None = None
+    """What earlier versions wrote; nothing reads it."""
 
     def held_out(self, store: int) -> int:
         """Return how many windows of a store, numbered from 1, are held out for validation."""
