@@ -161,8 +161,12 @@ def _gathered(share: Share, before: int) -> int:
 
 
 def _scattered(share: Share, weights: int) -> int:
-    """Bytes of gradients that FSDP scatters while the next ones are computed."""
-    return 0 if share.without_fsdp or share.pipelined else share.reduce_width * weights
+    """Bytes of gradients that FSDP scatters while the next ones are computed, and of what it then
+    adds to the sums of earlier microbatches."""
+    if share.without_fsdp or share.pipelined:
+        return 0
+    added = _sharded(share, weights) if share.reductions > 1 else 0
+    return share.reduce_width * weights + added
 
 
 def _new_gradients(share: Share, weights: int, scattered: int) -> int:
