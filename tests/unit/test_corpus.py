@@ -51,7 +51,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for "a", and 1000 ids further for each letter."""
     settings: list[str] = []
 
-    def open_data(table: str, path: str | None, *, dataset: str = "", **options: Any) -> Any:
+    def open_data(table: str, path: str | None, *_: Any, dataset: str = "", **key: str) -> Any:
         settings.append(f"{table} {path or dataset}")
         return FakeStore(40, first=1000 * (ord((path or "a")[0]) - ord("a")))
 

@@ -50,9 +50,7 @@ class DeviceSpec:
         )
 
 
-_AMPERE = partial(
-    DeviceSpec, architecture="Ampere", link_gb_s=300, network_gb_s=25, multiprocessors=108
-)
+_AMPERE = partial(DeviceSpec, architecture="Ampere", link_gb_s=300, multiprocessors=108)
 _ADA = partial(DeviceSpec, architecture="Ada", network_gb_s=12.5)
 _HOPPER = partial(DeviceSpec, architecture="Hopper", link_gb_s=450, network_gb_s=50)
 _BLACKWELL = partial(

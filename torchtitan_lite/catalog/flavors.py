@@ -56,7 +56,6 @@ class ModelArgs:
 
 _LLAMA_3_8B = ModelArgs()
 _LLAMA_3_70B = ModelArgs(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672)
-_LLAMA_3_405B = ModelArgs(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248)
 _LLAMA_3_1: dict[str, Any] = {"max_seq_len": 131072, "rope_scaling": RopeScaling()}
 _LLAMA_3_2 = _LLAMA_3_1 | {"rope_scaling": RopeScaling(factor=32.0), "tie_embeddings": True}
 _SMALL: dict[str, Any] = {"n_kv_heads": 4, "vocab_size": 0, "tie_embeddings": True}
@@ -74,7 +73,7 @@ FLAVORS = {
     "3B": ModelArgs(dim=3072, n_layers=28, n_heads=24, ffn_dim=8192, **_LLAMA_3_2),
     "8B": replace(_LLAMA_3_8B, **_LLAMA_3_1),
     "70B": replace(_LLAMA_3_70B, **_LLAMA_3_1),
-    "405B": replace(_LLAMA_3_405B, **_LLAMA_3_1),
+    "405B": ModelArgs(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248, **_LLAMA_3_1),
     "3-8B": _LLAMA_3_8B,
     "3-70B": _LLAMA_3_70B,
 }

@@ -16,12 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     text = "pystdlib (default), a folder, a file, or hf:DATASET"
     parser.add_argument("--source", type=path_text, default="pystdlib", help=text)
-    parser.add_argument(
-        "--text-field", default="text", help="field of rows that holds the text (default: text)"
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, default=2256, help="number of ids (default: 2256)"
-    )
+    text = "field of rows that holds the text (default: text)"
+    parser.add_argument("--text-field", default="text", help=text)
+    text = "number of ids (default: 2256)"
+    parser.add_argument("--vocab-size", type=int, default=2256, help=text)
     parser.add_argument("--output", type=Path, required=True, help="model file to write")
     parser.add_argument("--force", action="store_true", help="overwrite the output")
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import DataError, StorageError
@@ -62,29 +61,28 @@ def build_validation_corpus(
     """Return the data of [validation] and the number of samples to validate on. `shape` is for the
     Corpus. A collective call."""
     path, dataset = validation.dataset_path, validation.dataset or training.dataset
-    options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
-    own = {"validation": open_data("[validation]", path, dataset=dataset, **options)}
+    store = open_data("[validation]", path, training.text_field, tokenizer, dataset=dataset)
+    own = {"validation": store}
     check_same_tokens(own)
     validated = validation.steps * training.local_batch_size
     if validation.steps < 0:
-        validated = max(count_windows(own["validation"], training.seq_len), 1)
+        validated = max(count_windows(store, training.seq_len), 1)
     return Corpus(own, Mixture((1,)), held_out=[validated], trained=0, **shape), validated
 
 
 def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, TokenStore]:
     """Open the stores to train on. A name is the last part of the path, after its number in the
     list where two are alike. Raises DataError where two stores hold the same tokens."""
-    options: dict[str, Any] = {"text_field": training.text_field, "tokenizer": tokenizer}
     if not training.datasets:
         path, dataset = training.dataset_path, training.dataset
-        store = open_data("[training]", path, dataset=dataset, **options)
+        store = open_data("[training]", path, training.text_field, tokenizer, dataset=dataset)
         return {Path(path or dataset).resolve().name: store}
 
     names = [Path(dataset.path).resolve().name for dataset in training.datasets]
     stores: dict[str, TokenStore] = {}
     for number, (name, row) in enumerate(zip(names, training.datasets, strict=True), start=1):
         table = f"[[training.datasets]] {number}:"
-        store = open_data(table, row.path, key="path", **options)
+        store = open_data(table, row.path, training.text_field, tokenizer, key="path")
         twins = [other for other, each in stores.items() if each.fingerprint == store.fingerprint]
         if twins:
             raise DataError(
@@ -98,11 +96,11 @@ def open_stores(training: TrainingConfig, tokenizer: Tokenizer) -> dict[str, Tok
 def open_data(
     table: str,
     path: str | None,
+    text_field: str,
+    tokenizer: Tokenizer,
     *,
     key: str = "dataset_path",
     dataset: str = "",
-    text_field: str,
-    tokenizer: Tokenizer,
 ) -> TokenStore:
     """Open the tokens at a path, or of one of DATASETS where it is None. Raises DataError and
     StorageError that start with the table and key of the config."""

@@ -31,16 +31,14 @@ def open_hf_dataset(dataset: NamedDataset) -> tuple[list[Callable[[], Iterator[R
         folder = Path(expand_user(name))
         path = str(folder) if folder.exists() else name
         builder = datasets.load_dataset_builder(path, dataset.hf_name)
-        stream = builder.as_streaming_dataset(split=dataset.hf_split)
-        stream = stream.select_columns([field])
+        stream = builder.as_streaming_dataset(split=dataset.hf_split).select_columns([field])
         count = stream.num_shards
         readers: list[Callable[[], Iterator[Row]]] = [
             partial(_read_shard, stream.shard(count, number), dataset, number)
             for number in range(count)
         ]
-        state = f"{builder.hash} {builder.config_id} {dataset.hf_split}"
-        content = f"{dataset.path}\n{state}\n{field}"
-        return readers, hashlib.sha256(content.encode()).hexdigest()
+        inputs = f"{dataset.path}\n{builder.hash} {builder.config_id} {dataset.hf_split}\n{field}"
+        return readers, hashlib.sha256(inputs.encode()).hexdigest()
 
 
 def _read_shard(shard: Any, dataset: NamedDataset, number: int) -> Iterator[Row]:

@@ -5,10 +5,10 @@ import io
 import json
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from zstandard import ZstdDecompressor, ZstdError
 
@@ -28,6 +28,7 @@ ZSTD_READ_BYTES = 2**10  # can be 32 MiB when decompressed
 COMPRESSED = (".gz", ".zst")
 
 File = IO[bytes] | io.BufferedIOBase
+Item = TypeVar("Item")
 
 
 class Row(NamedTuple):
@@ -62,6 +63,20 @@ def build_row(place: str, parse: Callable[..., str], *content: object) -> Row:
         return Row(place, text)
     except ValueError as error:
         return Row(place, "", str(error))
+
+
+def grouped(sized: Iterable[tuple[Item, int]], limit: int) -> Iterator[list[Item]]:
+    """Yield items, each given with its size, in groups that end when they have `limit`."""
+    group: list[Item] = []
+    size = 0
+    for item, item_size in sized:
+        group.append(item)
+        size += item_size
+        if size >= limit:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 def decode(data: bytes) -> str:

@@ -17,7 +17,7 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.datasets import DATASETS, HF_PREFIX, NamedDataset
 
 from .hf_dataset import open_hf_dataset
-from .rows import COMPRESSED, Row, read_jsonl, read_text, reading
+from .rows import COMPRESSED, Row, grouped, read_jsonl, read_text, reading
 from .token_store import tokens_file
 
 TEXT_KINDS = {
@@ -89,13 +89,15 @@ def _is_read(path: Path, dataset: NamedDataset) -> bool:
     return path.name.lower().endswith(dataset.endings or tuple(READERS))
 
 
-def _files(root: Path, dataset: NamedDataset) -> Iterator[Path]:
-    """Yield a file, or those of a folder that are read, in the order of their paths."""
-    for path in _all_files(root, dataset):
-        if _is_read(path, dataset):
+def _files(root: Path, dataset: NamedDataset) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield a file, or those of a folder that are read, and its status, in the order of paths."""
+    with reading(root, OSError):
+        for path in _all_files(root, dataset):
+            if not _is_read(path, dataset):
+                continue
             if not path.is_file():
                 raise DataError(f"{path}: is missing, a broken link or no regular file; remove it")
-            yield path
+            yield path, path.stat()
 
 
 def _all_files(path: Path, dataset: NamedDataset) -> Iterator[Path]:
@@ -121,11 +123,9 @@ def _hash(root: Path, dataset: NamedDataset) -> str:
     folder = root if root.is_dir() else root.parent
     digest = hashlib.sha256(dataset.text_field.encode())
     path = None
-    with reading(root, OSError):
-        for path in _files(root, dataset):
-            status = path.stat()
-            relative = path.relative_to(folder).as_posix()
-            digest.update(os.fsencode(f"\n{relative}\0{status.st_size}\0{status.st_mtime_ns}"))
+    for path, status in _files(root, dataset):
+        relative = path.relative_to(folder).as_posix()
+        digest.update(os.fsencode(f"\n{relative}\0{status.st_size}\0{status.st_mtime_ns}"))
     if path is None:
         problem = f"holds 0 files of {KINDS} that are not hidden; name another"
         raise DataError(f"{root}: {problem}; {OTHERS}")
@@ -134,16 +134,8 @@ def _hash(root: Path, dataset: NamedDataset) -> str:
 
 def _chunks(root: Path, dataset: NamedDataset) -> Iterator[Chunk]:
     """Group the files until they have CHUNK_BYTES."""
-    group: list[Path] = []
-    size = 0
-    for path in _files(root, dataset):
-        group.append(path)
-        with reading(path, OSError):
-            size += path.stat().st_size
-        if size >= CHUNK_BYTES:
-            yield partial(_read_files, group, dataset)
-            group, size = [], 0
-    if group:
+    sized = ((path, status.st_size) for path, status in _files(root, dataset))
+    for group in grouped(sized, CHUNK_BYTES):
         yield partial(_read_files, group, dataset)
 
 

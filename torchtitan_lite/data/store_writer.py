@@ -3,8 +3,6 @@
 A store grows in the folder `STORE.partial`, which is renamed when it is complete. Each chunk of the
 source becomes one shard. When it is on disk, the manifest of all shards so far is written; a later
 run continues after them. What it ends with does not depend on when a run was killed.
-
-This thread reads, threads of a pool tokenize: the tokenizers' libraries release Python's lock.
 """
 
 import fcntl
@@ -27,7 +25,7 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.datasets import NamedDataset
 from torchtitan_lite.config import expand_user
 
-from .rows import Row
+from .rows import Row, grouped
 from .sources import Chunk, Source, build_source
 from .token_store import (
     MANIFEST_FILE,
@@ -203,7 +201,8 @@ class UnfinishedStore:
         max_token_id, skipped_rows = self.manifest.max_token_id, self.manifest.skipped_rows
         path = self.folder / tokens_file(len(self.manifest.shards))
         dtype, threads = np.dtype(self.manifest.recipe.dtype), len(os.sched_getaffinity(0))
-        batches = encode_batches(_batched(chunk()), tokenizer, dtype=dtype, threads=threads)
+        rows = grouped(((row, len(row.text)) for row in chunk()), BATCH_BYTES)
+        batches = encode_batches(rows, tokenizer, dtype=dtype, threads=threads)
         with closing(batches), path.open("wb") as file:
             for encoded, bad_rows in batches:
                 skipped_rows += len(bad_rows)
@@ -277,7 +276,8 @@ def encode_rows(rows: list[Row], tokenizer: Tokenizer, dtype: np.dtype) -> Encod
 def encode_batches(
     batches: Iterable[list[Row]], tokenizer: Tokenizer, *, dtype: np.dtype, threads: int
 ) -> Generator[Encoded, None, None]:
-    """Yield the tokens of each batch, in order. Holds AHEAD batches per thread in memory."""
+    """Yield the tokens of each batch, in order. Holds AHEAD batches per thread in memory. The
+    tokenizers' libraries release Python's lock."""
     pool = ThreadPoolExecutor(threads, "tokenize")
     ahead: deque[Future[Encoded]] = deque()
     try:
@@ -289,17 +289,3 @@ def encode_batches(
             yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _batched(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    """Yield rows in batches of about BATCH_BYTES."""
-    batch: list[Row] = []
-    size = 0
-    for row in rows:
-        batch.append(row)
-        size += len(row.text)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

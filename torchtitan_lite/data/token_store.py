@@ -142,11 +142,9 @@ def verify_store(folder: Path) -> list[str]:
 
 
 class TokenStore:
-    """The token store in a folder.
-
-    Raises DataError for a folder that is no store, one of another format, and files of wrong
-    sizes; a read raises it for a file that was cut off, and for an id above the highest,
-    StorageError for a file that the system cannot read."""
+    """The token store in a folder. Raises DataError for one that is unfinished or broken. A read
+    raises it for a file that was cut off or an id above the highest, and StorageError for a file
+    that the system cannot read."""
 
     def __init__(self, folder: Path, manifest: StoreManifest | None = None) -> None:
         """`manifest` describes a store that is still being written."""
@@ -197,9 +195,8 @@ class TokenStore:
             problem = f"token store {self.folder}: {name} cannot be read: {error.strerror}"
             raise StorageError(f"{problem}; {storage_fix(error)}") from error
         if len(found) < len(ids):
-            raise unusable(
-                self.folder, f"{name} ends at place {place + len(found)}; it was cut off"
-            )
+            reason = f"{name} ends at place {place + len(found)}; it was cut off"
+            raise unusable(self.folder, reason)
         if (highest := found.max()) > self.max_token_id:
             reason = f"id {highest} at place {place + int(found.argmax())} is above the highest one"
             raise unusable(self.folder, f"{name}: {reason}, {self.max_token_id}")
