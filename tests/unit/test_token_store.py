@@ -243,7 +243,7 @@ def test_a_full_disk_under_the_cache(corpus, monkeypatch, code):
     assert contents(opened(corpus)) == expected_ids()
 
 
-# ----- make_store, exclusive -----
+# ----- make_store: its lock -----
 def test_one_process_makes_a_store_and_the_others_wait(corpus, cache):
     fork = multiprocessing.get_context("fork")
     locked, started = fork.Event(), fork.Semaphore(0)
@@ -258,7 +258,8 @@ def test_one_process_makes_a_store_and_the_others_wait(corpus, cache):
     processes = [fork.Process(target=make, daemon=True) for _ in range(2)]
     for process in processes:
         process.start()  # before the lock is taken, or they would have it too
-    with store_writer.exclusive(cache / f".{folder.name}.lock"):
+    with (cache / f".{folder.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         locked.set()
         assert all(started.acquire(timeout=60) for _ in processes)
         time.sleep(0.5)

@@ -19,10 +19,9 @@ class Mixture:
         self.shares = np.array(shares, np.int64)
         self.period = sum(shares)
         self._store_of_slot = _schedule(self.shares)
-        self._slots = [np.flatnonzero(self._store_of_slot == store) for store in range(len(shares))]
         self._rank_of_slot = np.empty(self.period, np.int64)
-        for slots in self._slots:
-            self._rank_of_slot[slots] = np.arange(len(slots))
+        for store, share in enumerate(shares):
+            self._rank_of_slot[self._store_of_slot == store] = np.arange(share)
 
     def __call__(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the store of each sample, and the sample's number within that store.
@@ -41,7 +40,7 @@ class Mixture:
     def sample(self, store: int, number: int) -> int:
         """Return the sample that is the store's `number`-th, from 0: the inverse of a call."""
         period, rank = divmod(number, int(self.shares[store]))
-        return period * self.period + int(self._slots[store][rank])
+        return period * self.period + int(np.flatnonzero(self._store_of_slot == store)[rank])
 
 
 def _schedule(shares: np.ndarray) -> np.ndarray:

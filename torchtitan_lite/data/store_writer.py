@@ -10,9 +10,9 @@ import hashlib
 import os
 import sys
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -81,7 +81,14 @@ def make_store(
         raise DataError(f"{folder} is no name for a token store; name a new folder")
     recipe = _recipe(source, tokenizer, max_tokens)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder.with_name(f".{folder.name}.lock")):
+
+    # Other processes wait for the one that makes the store. The lock's file is never deleted.
+    with folder.with_name(f".{folder.name}.lock").open("a") as lock:
+        if not lock_file(lock, fcntl.LOCK_EX):
+            raise StorageError(
+                f"{folder.parent} is on a file system without locks (flock); make the store on "
+                "another: torchtitan-lite data make (the cache of a run is in XDG_CACHE_HOME)"
+            )
         if folder.exists():
             if not is_store(folder):
                 raise DataError(f"{folder} exists and is no token store; name another folder")
@@ -121,19 +128,6 @@ def _recipe(source: Source, tokenizer: Tokenizer, max_tokens: int | None) -> Sto
         one_separator=tokenizer.one_separator,
         dtype="<u2" if tokenizer.vocab_size <= 2**16 else "<u4",
     )
-
-
-@contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Lock the file `path`; other processes wait. The file is not deleted. Raises StorageError
-    where the file system has no locks."""
-    with path.open("a") as lock:
-        if not lock_file(lock, fcntl.LOCK_EX):
-            raise StorageError(
-                f"{path.parent} is on a file system without locks (flock); make the store on "
-                "another: torchtitan-lite data make (the cache of a run is in XDG_CACHE_HOME)"
-            )
-        yield
 
 
 def _check_inputs(folder: Path, found: StoreManifest, recipe: StoreRecipe) -> None:
