@@ -39,7 +39,7 @@ def ledger_8b(precision: str, *, emulated: bool = False) -> FlopsLedger:
     return FlopsLedger(flops, recompute, ATTENTION, fp8_runs_in=fp8_runs_in)
 
 
-# ----- compute_rates, compute_utilisation -----
+# ----- compute_rates, Peaks.utilisation -----
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ class WrittenRun:
     """What the writers of a rank say of its run, beside the figures."""
 
     folder: Path
-    """The run folder."""
     rank: int
     total_steps: int
     resume_step: int

@@ -148,12 +148,6 @@ CAST_FIGURES = {
 
 FIGURES = STEP_FIGURES | BETWEEN_STEPS | CAST_FIGURES
 
-
-def figure_of(name: str) -> Figure:
-    """Return the figure of a curve such as `loss` or `epochs/STORE`."""
-    return FIGURES[name.partition("/")[0]]
-
-
 CastErrors = Mapping[str, Mapping[str, Mapping[str, float]]]
 """CAST_FIGURES by kind of linear and role (input, weight, grad_output). NAME_layer is the index of
 the layer that the figure NAME comes from, if the linear is in a layer."""

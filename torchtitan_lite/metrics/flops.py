@@ -5,8 +5,7 @@ separately what activation checkpointing computes again.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -17,8 +16,6 @@ from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import document_starts
 
 from .hardware import Peaks
-
-FlopsConvention = Literal["palm", "causal"]
 
 MATMULS = ("output", "grad_input", "grad_weight")
 """Matmuls of a linear, 2 * in_features * out_features FLOPs per token each."""
@@ -62,7 +59,7 @@ def count_flops(
     high_precision: Precision,
     float8_matmuls: Mapping[str, Collection[str]],
     fp8_runs_in: Precision = "fp8",
-    convention: FlopsConvention = "palm",
+    convention: Literal["palm", "causal"] = "palm",
     recomputed: Collection[str] = (),
     recompute_is_known: bool = True,
 ) -> FlopsLedger:
@@ -134,42 +131,21 @@ def compute_rates(
     tps: float, *, ledger: FlopsLedger, peaks: Peaks, attention_share: float | None = None
 ) -> dict[str, Any]:
     """Return figures of StepRecord for a device that trained on `tps` tokens per second. Document
-    masks leave `attention_share` of attention's FLOPs.
-
-    A utilisation is None if it needs an unknown peak, and above 100 % of an approximate peak, which
-    then was measured too low. `mfu_fp8_peak` is None if fp8 is emulated, `hfu` if the compiler
-    decides what is recomputed, `mfu_documents` without document masks."""
-    known, flops = peaks.tflops, ledger.by_precision
+    masks leave `attention_share` of attention's FLOPs."""
+    flops, measured = ledger.by_precision, replace(peaks, published={}, given={})
     with_recompute = {name: count + ledger.recompute[name] for name, count in flops.items()}
-    of_documents: dict[Precision, float] = dict(flops)
+    mfu_documents = None
     if attention_share is not None:
+        of_documents: dict[Precision, float] = dict(flops)
         of_documents[ledger.attention_runs_in] -= (1 - attention_share) * ledger.attention
-
-    utilisation = partial(compute_utilisation, tps, approximate=peaks.approximate)
+        mfu_documents = peaks.utilisation(tps, of_documents)
     return {
         "tps": tps,
         "tflops": ledger.total * tps / 1e12,
-        "mfu": utilisation(flops, known),
-        "mfu_documents": None if attention_share is None else utilisation(of_documents, known),
-        "mfu_bf16_peak": utilisation({"bf16": ledger.total}, known),
-        "mfu_fp8_peak": None if ledger.emulated else utilisation({"fp8": ledger.total}, known),
-        "mfu_achievable": utilisation(flops, peaks.measured),
-        "hfu": utilisation(with_recompute, known) if ledger.recompute_is_known else None,
+        "mfu": peaks.utilisation(tps, flops),
+        "mfu_documents": mfu_documents,
+        "mfu_bf16_peak": peaks.utilisation(tps, {"bf16": ledger.total}),
+        "mfu_fp8_peak": None if ledger.emulated else peaks.utilisation(tps, {"fp8": ledger.total}),
+        "mfu_achievable": measured.utilisation(tps, flops),
+        "hfu": peaks.utilisation(tps, with_recompute) if ledger.recompute_is_known else None,
     }
-
-
-def compute_utilisation(
-    tps: float,
-    flops: Mapping[Precision, float],
-    tflops: Mapping[Precision, float],
-    *,
-    approximate: bool,
-) -> float | None:
-    """Return the utilisation in percent at `tps` tokens per second of `flops` each, with each
-    precision at its own peak of `tflops`; None if one that is used has no known peak."""
-    used = {precision: count for precision, count in flops.items() if count}
-    if not used.keys() <= tflops.keys():
-        return None
-    ideal_s = sum(count / tflops[name] for name, count in used.items()) / 1e12
-    percent = 100 * tps * ideal_s
-    return None if percent > 100 and approximate else percent

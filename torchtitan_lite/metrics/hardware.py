@@ -25,8 +25,7 @@ from torchtitan_lite.config import MetricsConfig
 _MEASURE_SECONDS = 0.25
 _GPU_MATMULS = (8192, 10)
 _CPU_MATMULS = {"bf16": (384, 1), "fp32": (256, 1)}
-"""Size of the matmuls to measure, and how many are timed together. One keeps all of a GPU busy for
-about a millisecond, and takes half a millisecond on a fast core."""
+"""Size of the matmuls to measure, of about a millisecond each, and how many are timed together."""
 _GIB = 2**30
 
 
@@ -46,6 +45,17 @@ class Peaks:
     def tflops(self) -> dict[Precision, float]:
         """The peaks that utilisations refer to: given, else published, else measured."""
         return {**self.measured, **self.published, **self.given}
+
+    def utilisation(self, tps: float, flops: Mapping[Precision, float]) -> float | None:
+        """Return the utilisation in percent at `tps` tokens per second of `flops` each, with each
+        precision at its own peak; None if one that is used has no known peak, or above 100 % of an
+        approximate peak, which then was measured too low."""
+        used = {precision: count for precision, count in flops.items() if count}
+        if not used.keys() <= self.tflops.keys():
+            return None
+        ideal_s = sum(count / self.tflops[name] for name, count in used.items()) / 1e12
+        percent = 100 * tps * ideal_s
+        return None if percent > 100 and self.approximate else percent
 
     def __str__(self) -> str:
         """Describe the device and every peak with its origin, for the log."""
@@ -139,17 +149,11 @@ def _rank_threads() -> float:
     return min(torch.get_num_threads(), sum(1 / users[core] for core in cores))
 
 
-class HostEvent:
+class HostEvent(torch.cpu.Event):
     """The `torch.cuda.Event` of a CPU, which is never behind: a call returns when it is done."""
 
     def __init__(self) -> None:
         self.time_s = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
 
     def elapsed_time(self, end: "HostEvent") -> float:
         return 1000 * (end.time_s - self.time_s)

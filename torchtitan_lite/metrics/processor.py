@@ -308,9 +308,7 @@ class MetricsProcessor:
         if self._last_record is None:
             return None
         tps = statistics.median(self._steady_tps) if self._steady_tps else None
-        mfu = None
-        if tps is not None:
-            mfu = compute_rates(tps, ledger=self.ledger, peaks=self.peaks)["mfu"]
+        mfu = None if tps is None else self.peaks.utilisation(tps, self.ledger.by_precision)
         step_s, data_s, compile_s = (self._totals[name] for name in ("step", "data", "compile"))
         times_s = {"training": step_s - data_s - compile_s, "data": data_s, "compile": compile_s}
         return Summary(

@@ -1,9 +1,7 @@
 """Share of a pipeline's time that its ranks wait, and the speed of each of its stages.
 
-The pipeline's time is the longest of its ranks' from the first action of the schedule to the last.
-What a rank does not compute of it is bubble: (p - 1) / (m + p - 1) with p ranks, m microbatches and
-stages that take equally long (arXiv 1811.06965, section 2.3, for GPipe; 1F1B has the same).
-
+The pipeline's time is the longest of its ranks'. What a rank does not compute of it is bubble:
+(p - 1) / (m + p - 1) with p ranks, m microbatches and equal stages (arXiv 1811.06965, 2.3).
 Shapes: P ranks of a pipeline, R ranks that share a stage, V stages of a rank.
 """
 
@@ -15,7 +13,6 @@ from torch import Tensor
 
 from torchtitan_lite.catalog.devices import Precision
 
-from .flops import compute_utilisation
 from .hardware import Peaks
 
 
@@ -66,22 +63,18 @@ class StageTimes:
         }
         tokens = step_tokens / since.shape[1]
         stage_mfu = {
-            stage: compute_utilisation(
-                tokens / time_s, self._flops[stage], peaks.tflops, approximate=peaks.approximate
-            )
+            stage: peaks.utilisation(tokens / time_s, self._flops[stage])
             for stage, time_s in stage_time_s.items()
         }
+
+        # The bubble of each rank, [P, R].
+        steps, pipeline_s, computed_s = since[..., 0], since[..., 1], since[..., 2:].sum(-1)
+        longest_s = (pipeline_s / steps).amax(0)  # [R]
+        bubble = 1 - computed_s / steps / longest_s
         return {
             "memory_max_gib": self._memory_gib.max().item(),
             "memory_max_rank": int(self._memory_gib.argmax()),
-            "bubble_pct": _bubble_pct(since),
+            "bubble_pct": 100 * bubble.mean().item(),
             "stage_time_s": dict(sorted(stage_time_s.items())),
             "stage_mfu": {i: mfu for i, mfu in sorted(stage_mfu.items()) if mfu is not None},
         }
-
-
-def _bubble_pct(totals: Tensor) -> float:
-    """Return the bubble as a percentage, the mean of all ranks, of their totals [P, R, 2 + V]."""
-    steps, pipeline_s, computed_s = totals[..., 0], totals[..., 1], totals[..., 2:].sum(-1)
-    longest_s = (pipeline_s / steps).amax(0)  # [R]
-    return 100 * (1 - computed_s / steps / longest_s).mean().item()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .base_writer import Writer, WrittenRun
-from .figures import figure_of
+from .figures import FIGURES
 from .summary import Summary
 
 CHARTS = {
@@ -73,8 +73,8 @@ def _tags(name: str) -> list[str]:
     """Return the tags of a figure, last the one that charts use; none if it has no curve.
 
     A tag with a parenthesis draws nothing in Custom Scalars, which calls a curve "tag (run)"."""
-    _, slash, suffix = name.partition("/")
-    tag = figure_of(name).tag
+    figure, slash, suffix = name.partition("/")
+    tag = FIGURES[figure].tag
     if "(" in tag:
         return [tag, f"z_pages/{name}"]
     return [tag + slash + suffix] if tag else []

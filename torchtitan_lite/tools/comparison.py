@@ -111,21 +111,21 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
         if not rows:  # the run that all are compared with
             first, first_loss, first_tps = curves, final_loss, tps
         off = {key: 100 * np.max(np.abs(curves[key] / first[key] - 1)) for key in curves}
-        values = (
-            name,
-            figures["step"][-1],
-            figures["tokens"][-1],
-            final_loss,
-            run.validation_loss,
-            100 * (final_loss / first_loss - 1),
-            off["loss"],
-            off["grad_norm"],
-            tps,
-            tps / first_tps,
-            mfu,
-            figures["memory_gib"][-1],
-        )
-        rows.append(dict(zip(COLUMNS, values, strict=True)))
+        row = {
+            "run": name,
+            "steps": figures["step"][-1],
+            "tokens": figures["tokens"][-1],
+            "final loss": final_loss,
+            "validation loss": run.validation_loss,
+            "to first": 100 * (final_loss / first_loss - 1),
+            "loss at most off": off["loss"],
+            "grad norm at most off": off["grad_norm"],
+            "tps": tps,
+            "times first": tps / first_tps,
+            "mfu": mfu,
+            "memory": figures["memory_gib"][-1],
+        }
+        rows.append(row)
     return rows
 
 

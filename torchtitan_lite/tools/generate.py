@@ -1,15 +1,14 @@
 """Load a model to generate text: from a checkpoint, a run, or a Hugging Face model."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
 from torchtitan_lite.checkpoint.hf_folder import HfReader, open_weights
+from torchtitan_lite.checkpoint.reading import SafeReader
 from torchtitan_lite.checkpoint.state import PREFIX
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
 from torchtitan_lite.models.generate import build_empty_model
@@ -21,15 +20,14 @@ def load_model(
 ) -> tuple[Transformer, Tokenizer]:
     """Load the weights of a checkpoint's folder, a run's newest checkpoint, or a Hugging Face
     model, and its tokenizer or another one. Raises RunError."""
-    load: Callable[[dict[str, Tensor]], None]
+    reader: HfReader | SafeReader
     if (source / "config.json").is_file():
-        hf = HfReader(source)
-        args, own_tokenizer, load = hf.args, str(source), hf.load
+        reader = HfReader(source)
+        args, own_tokenizer = reader.args, str(source)
     else:
         step_dir = find_checkpoints(source)[-1]
         with naming(step_dir, fix="; name another step."):
             reader, args = open_weights(step_dir)
-        load = reader.load
         model_keys = parse_toml(reader.manifest.config.encode()).get("model", {})
         own_tokenizer = model_keys.get("tokenizer_path", "")
 
@@ -40,5 +38,5 @@ def load_model(
             f"{args.vocab_size}; name the model's own by --tokenizer."
         )
     model = build_empty_model(args, device=device, dtype=dtype)
-    load({PREFIX + name: parameter for name, parameter in model.named_parameters()})
+    reader.load({PREFIX + name: parameter for name, parameter in model.named_parameters()})
     return model, tokenizer
