@@ -1,10 +1,13 @@
 """Share of a pipeline's time that its ranks wait, and the speed of each of its stages.
 
-The pipeline's time is the longest of its ranks'. What a rank does not compute of it is bubble:
-(p - 1) / (m + p - 1) with p ranks, m microbatches and equal stages (arXiv 1811.06965, 2.3).
+The pipeline's time is the longest of its ranks' from the first action of the schedule to the last.
+What a rank does not compute of it is bubble: (p - 1) / (m + p - 1) with p ranks, m microbatches and
+equal stages, for GPipe (arXiv 1811.06965, section 2.3) and 1F1B.
+
 Shapes: P ranks of a pipeline, R ranks that share a stage, V stages of a rank.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,12 +58,9 @@ class StageTimes:
         self._recorded = self._totals
 
         # A stage takes the mean of the ranks that share it, which divide its tokens evenly.
-        seconds = (since[..., 2:] / since[..., :1]).mean(1).tolist()  # [P, V]
-        stage_time_s = {
-            stage: time_s
-            for stages, times_s in zip(self._rank_stages, seconds, strict=True)
-            for stage, time_s in zip(stages, times_s, strict=True)
-        }
+        seconds = (since[..., 2:] / since[..., :1]).mean(1).flatten().tolist()  # [P * V]
+        stages = itertools.chain(*self._rank_stages)
+        stage_time_s = dict(sorted(zip(stages, seconds, strict=True)))
         tokens = step_tokens / since.shape[1]
         stage_mfu = {
             stage: peaks.utilisation(tokens / time_s, self._flops[stage])
@@ -75,6 +75,6 @@ class StageTimes:
             "memory_max_gib": self._memory_gib.max().item(),
             "memory_max_rank": int(self._memory_gib.argmax()),
             "bubble_pct": 100 * bubble.mean().item(),
-            "stage_time_s": dict(sorted(stage_time_s.items())),
-            "stage_mfu": {i: mfu for i, mfu in sorted(stage_mfu.items()) if mfu is not None},
+            "stage_time_s": stage_time_s,
+            "stage_mfu": {stage: mfu for stage, mfu in stage_mfu.items() if mfu is not None},
         }
