@@ -231,7 +231,7 @@ class FaultyCheckpointer(checkpointer.Checkpointer):
         super().load(resume)
         if self.saves_what_is_loaded:
             folder, self.folder = self.folder, self.folder.parent / "loaded"
-            self.save(resume.progress, last=False)
+            self.save(resume.manifest.progress, last=False)
             self.wait()
             self.folder = folder
 

@@ -59,7 +59,7 @@ def inspect(overrides: list[str], *, device: torch.device) -> dict[str, Any]:
     with Traffic() as traffic:
         model(tokens, partial(CrossEntropy(compiled=False), labels=tokens)).backward()
     kind = "tied" if job.model_args.tie_embeddings else "untied"
-    load_hf(Path(sys.argv[2]) / kind, state, job.model_args)
+    load_hf(Path(sys.argv[2]) / kind, state, job.model_args, group=None)
     loaded = {name.removeprefix("model."): digest(weight) for name, weight in state.items()}
     return {"weights": weights, "traffic": traffic.sent, "loaded": loaded}
 

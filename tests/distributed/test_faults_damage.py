@@ -101,7 +101,7 @@ def test_damage_is_found_and_the_checkpoint_before_is_used(
     name = "__1_0.distcp"
     damage(checkpoint(folder, 10) / name, checkpoint(folder, 5) / name)
     found = find_resume(CheckpointConfig(enable=True), folder=folder / "checkpoint")
-    assert found is not None and found.progress.step == 5
+    assert found is not None and found.manifest.progress.step == 5
     (message,) = notices.messages
     broken = f"{checkpoint(folder, 10)} is broken: {name}:? {reason}"
     assert re.match(broken, message)

@@ -89,7 +89,7 @@ def find(folder: Path, **settings: Any) -> Resume | None:
 
 def resumed_step(folder: Path, **settings: Any) -> int | None:
     found = find(folder, **settings)
-    return None if found is None else found.progress.step
+    return None if found is None else found.manifest.progress.step
 
 
 def verified(path: Path) -> Resume:
@@ -108,7 +108,7 @@ def test_a_resumed_run_continues_bit_by_bit(async_mode, tmp_path):
 
     second = Run(tmp_path)
     found = find(tmp_path)
-    assert found is not None and found.progress == PROGRESS
+    assert found is not None and found.manifest.progress == PROGRESS
     second.checkpointer.load(found)
     second.step = 2
     assert second.train(3) == later
@@ -222,7 +222,7 @@ def test_a_run_that_ended_with_weights_alone_resumes_from_earlier_steps_only(tmp
     message = rf"{path} has only .* earlier step, .*_path = \"{path}\"\."
     for load_step in (-1, 6):
         found = find(tmp_path, load_step=load_step)
-        assert found is not None and found.progress.step == 6
+        assert found is not None and found.manifest.progress.step == 6
         found.check_can_train(last_step=6)  # nothing is left to train
         with pytest.raises(CheckpointError, match=message):
             found.check_can_train(last_step=7)
@@ -269,7 +269,7 @@ def test_exclude_from_loading_starts_the_moments_at_zero_once(tmp_path, notices)
     run, second = Run(tmp_path), Run(tmp_path)
     run.train_and_save(2)
     found = find(tmp_path, exclude_from_loading=("optimizer",))
-    assert found is not None and found.new_moments and found.progress == PROGRESS
+    assert found is not None and found.new_moments and found.manifest.progress == PROGRESS
     second.checkpointer.load(found)
     for name, tensor in run.state().items():
         expected = tensor if name.startswith("model.") else torch.zeros_like(tensor)
@@ -290,7 +290,7 @@ def test_initial_load_model_only_false_continues_another_run(tmp_path):
     settings = {"initial_load_path": str(path), "initial_load_model_only": False}
     assert find(tmp_path / "b") is None
     found = find(tmp_path / "b", **settings)
-    assert found is not None and (found.path, found.progress.step) == (path, 2)
+    assert found is not None and (found.path, found.manifest.progress.step) == (path, 2)
     second.checkpointer.load(found)
     assert second.checkpointer.last_saved is None
     second.step = 2

@@ -36,7 +36,7 @@ def one_rank():
 
 def loaded(folder: Path, args: ModelArgs) -> Transformer:
     model = Transformer(args)
-    load_hf(folder, model_state(model), args)
+    load_hf(folder, model_state(model), args, group=None)
     return model
 
 

@@ -129,7 +129,7 @@ def opened_step(path: Path, **checkpoint: Any) -> int:
         resume = open_folder(config, folder)
     finally:
         folder.close()
-    return 0 if resume is None else resume.progress.step
+    return 0 if resume is None else resume.manifest.progress.step
 
 
 def names(path: Path) -> list[str]:

@@ -1,7 +1,6 @@
 """Save and resume with torch.distributed.checkpoint (DCP).
 
-A save writes into a draft folder: the tensors and DCP's table, and then the manifest, with the
-size and hash of each file. Then the draft is renamed to its step. With
+A save writes tensors, DCP's table and the manifest into a draft, which is renamed to its step. With
 async_mode this happens on a thread, in a process group of its own, from a copy in CPU memory.
 """
 
@@ -109,9 +108,8 @@ class Checkpointer:
         logger.info(f"resumed from {path}{without}")
 
     def load_weights(self, path: Path, args: ModelArgs) -> None:
-        """Load the weights in a folder of any kind, of any data type, into the model, which has the
-        dimensions `args`. Raises CheckpointError if they are broken, of another model or not
-        finite."""
+        """Load the weights in a folder, of any kind and data type, into the model of dimensions
+        `args`. Raises CheckpointError if they are broken, of another model or not finite."""
         state = states.model_state(self._model)
         kind = on_rank0(lambda: folders.find_kind(path))
         if self._settings.initial_load_in_hf and kind != "Hugging Face":
@@ -161,10 +159,8 @@ class Checkpointer:
 
     def save(self, progress: TrainingProgress, *, last: bool) -> None:
         """Save the state after a step. With async_mode, wait for the previous save and start this
-        one. With last_save_model_only, the `last` save has only weights, in export_dtype.
-
-        Raises StorageError if this or the previous save fails; NumericError, and saves nothing, if
-        the state is not finite."""
+        one. With last_save_model_only, the `last` save has only weights, in export_dtype. Raises
+        StorageError if this or the previous save fails; NumericError if the state is not finite."""
         self.wait()
         if weights_only := last and self._settings.last_save_model_only:
             weights, dtype = states.model_state(self._model), self._settings.export_dtype
@@ -242,11 +238,7 @@ class Checkpointer:
 
 
 def write_tensors(
-    state: dict[str, Tensor],
-    folder: Path,
-    *,
-    group: dist.ProcessGroup | None = None,
-    copy_ahead: bool = True,
+    state: dict[str, Tensor], folder: Path, *, group: dist.ProcessGroup | None, copy_ahead: bool
 ) -> None:
     """Write tensors with DCP, together with all ranks of `group`. Raises StorageError."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -157,7 +157,7 @@ def storage_errors(folder: Path) -> Iterator[None]:
         raise unwritable(error.filename or folder, reason) from error
 
 
-def unwritable(path: Path | str, reason: object) -> StorageError:
+def unwritable(path: Path | str, reason: str) -> StorageError:
     """Return the error for a folder or file that cannot be written."""
     return StorageError(
         f"[checkpoint] {path} cannot be written: {reason}, or write to another folder, in training "

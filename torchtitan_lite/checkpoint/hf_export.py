@@ -35,8 +35,6 @@ from .state import PREFIX
 FRAME = {"add_bos_token": True, "add_eos_token": False}
 """Settings of an exported tokenizer. As in training, a text begins with BOS; EOS would end a
 prompt."""
-MAX_SHARD_BYTES = 5_000_000_000
-"""Largest file of an exported model, unless one tensor is larger."""
 
 
 def export_hf(
@@ -44,12 +42,13 @@ def export_hf(
     out_dir: Path,
     *,
     dtype: Literal["float32", "bfloat16", "float16", "keep"] = "keep",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write the weights of a checkpoint as a Hugging Face model into a new folder.
+    """Write the weights of a checkpoint as a Hugging Face model into a new folder, in files of at
+    most `max_shard_bytes`, unless one tensor is larger; one is in memory at a time.
 
-    One file is in memory at a time. Raises CheckpointError unless every byte of the checkpoint
-    verifies; ConfigError if `out_dir` exists; StorageError if the disk fails."""
+    Raises CheckpointError unless every byte of the checkpoint verifies; ConfigError if `out_dir`
+    exists; StorageError if the disk fails."""
     with new_folder(out_dir) as draft:
         with naming(step_dir, fix="; export another step."):
             reader, args = open_weights(step_dir, hashes=True)
@@ -184,7 +183,7 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
 
 def begin_with_bos(content: bytes, tokenizer: Tokenizer) -> tuple[bytes, dict[str, str | None]]:
     """Return a tokenizer.json that gives a text the ids of training, BOS first and never cut, and
-    the names of BOS and EOS in it. For transformers, this file alone decides how a text begins."""
+    the names of BOS and EOS in it."""
     import tokenizers  # of the [llama] extra
 
     model = tokenizers.Tokenizer.from_buffer(content)

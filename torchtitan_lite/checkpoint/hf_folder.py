@@ -39,18 +39,12 @@ ROPE_BUFFER = ".rotary_emb.inv_freq"
 
 
 def load_hf(
-    folder: Path,
-    state: dict[str, Tensor],
-    args: ModelArgs,
-    *,
-    group: dist.ProcessGroup | None = None,
+    folder: Path, state: dict[str, Tensor], args: ModelArgs, *, group: dist.ProcessGroup | None
 ) -> None:
-    """Read the weights of a Hugging Face model into the tensors of `state`, sharded or not, of any
-    data type. Collective. Raises CheckpointError, on all ranks, if the folder is damaged or of
-    another model than `args`."""
+    """Read the weights of a Hugging Face model into `state`. Collective. Raises CheckpointError, on
+    all ranks, if the folder is damaged or of another model than `args`."""
 
     def load() -> None:
-        """Read this rank's parts."""
         reader = HfReader(folder)
         fix = f"Set [model] {show_settings(model_settings(reader.args))}"
         check_model(asdict(reader.args), asdict(args), path=folder, fix=fix)
@@ -178,7 +172,7 @@ def model_settings(args: ModelArgs) -> dict[str, Any]:
         keys = {key: value for key, value in asdict(args).items() if value is not None}
         del keys["max_seq_len"]
         settings = {"flavor": "", **keys}
-    check_model_table(settings, source="the model")
+    check_model_table(settings)
     return settings
 
 

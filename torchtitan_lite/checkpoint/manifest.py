@@ -1,5 +1,4 @@
-"""The manifest of a checkpoint: its contents, and the size and SHA-256 of each file; and the checks
-that a folder and a run are as it says.
+"""The manifest of a checkpoint, and the checks that a folder and a run are as it says.
 
 It is written last: a folder without one is not a checkpoint. Does not import torch.
 """
@@ -37,8 +36,6 @@ TENSORS_SUFFIX = ".distcp"
 SAVED_FILES = rf"\.metadata|__\d+_\d+\{TENSORS_SUFFIX}|rank-\d{{5}}\.json"
 """Names of the other files: DCP's table of tensors, the tensors, and of 0.3 and earlier
 the state of random generators, which nothing reads."""
-MOST_LISTED = 8
-"""Most differences that a message lists."""
 
 Size = Annotated[Count, Field(ge=1)]
 FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
@@ -150,8 +147,7 @@ def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
 
 def read_manifest(folder: Path) -> CheckpointManifest:
     """Return the manifest of the checkpoint in `folder`. Raises BrokenCheckpoint if it is missing,
-    damaged, of another format or of another step than the folder; StorageError if the disk fails.
-    """
+    damaged, of another format or step than the folder's; StorageError if the disk fails."""
     path = folder / MANIFEST
     try:
         fields = read_json_object(path)
@@ -235,6 +231,5 @@ def check_tensors(
 
 def listed(differences: list[str]) -> str:
     """Join the first differences for a message, and count the others."""
-    more = len(differences) - MOST_LISTED
-    others = [f"and {more} more"] if more > 0 else []
-    return "; ".join(differences[:MOST_LISTED] + others)
+    shown, others = differences[:8], len(differences[8:])
+    return "; ".join([*shown, f"and {others} more"] if others else shown)

@@ -1,12 +1,9 @@
 """Read the tensors of a checkpoint without running code from its files.
 
 torch.distributed.checkpoint (DCP) unpickles its table of tensors, `.metadata`, and each entry that
-is not a tensor, and a pickle can run any code. Here the table's unpickler finds only NAMES. Entries
-that are not tensors are rejected unread, and torch loads the tensors with `weights_only=True`.
-
-The table is first compared with its hash, and then the tensors and their places with the sizes of
-the files, to bound memory. Not bounded are the time to read a malicious table, and time and memory
-to read a malicious file of tensors.
+is not a tensor, and a pickle can run any code. Here the table's unpickler finds only NAMES, entries
+that are not tensors are rejected unread, and torch loads the tensors with `weights_only=True`. Not
+bounded are the time to read a malicious table, and time and memory to read malicious tensors.
 """
 
 import hashlib
@@ -16,7 +13,7 @@ import pickle
 import pickletools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,16 +37,8 @@ from torchtitan_lite.base.files import ABSENT
 from torchtitan_lite.base.jsonfile import read_regular
 
 from .folders import find_problems
-from .manifest import (
-    BrokenCheckpoint,
-    FileEntry,
-    TensorEntry,
-    listed,
-    read_manifest,
-    unreadable,
-)
+from .manifest import BrokenCheckpoint, FileEntry, TensorEntry, listed, read_manifest, unreadable
 
-R = TypeVar("R", bound="TableReader")
 METADATA = ".metadata"
 MAX_TABLE_BYTES = 1 << 30
 """Largest table that is read. It has 143 bytes per part of a tensor, so up to 7 million parts."""
@@ -239,18 +228,16 @@ class SafeReader(TableReader):
     def read_whole(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Return the named tensors (default: all), unsharded. Raises BrokenCheckpoint."""
         tensors = {}
-        for name in self.manifest.tensors if names is None else names:
-            if name not in self.manifest.tensors:
-                raise BrokenCheckpoint(f"has no tensor {name}")
-            entry = self.manifest.tensors[name]
+        for name in self.tensors if names is None else names:
+            entry = self.tensors[name]
             tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.load(tensors)
         return tensors
 
 
-def open_on_all_ranks(open_reader: Callable[[], R]) -> R:
+def open_on_all_ranks(open_reader: Callable[[], TableReader]) -> TableReader:
     """Return the result of `open_reader` on this rank. A RunError on one is raised on all."""
-    readers: list[R] = []  # not gathered, which would be slow for large tables
+    readers: list[TableReader] = []  # not gathered, which would be slow for large tables
     on_all_ranks(lambda: readers.append(open_reader()))
     return readers[0]
 

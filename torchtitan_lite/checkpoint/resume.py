@@ -13,11 +13,8 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.config import CheckpointConfig
 
 from . import folders
-from .manifest import BrokenCheckpoint, CheckpointManifest, TrainingProgress, broken_files
+from .manifest import BrokenCheckpoint, CheckpointManifest, broken_files
 from .reading import SafeReader
-
-DISK_TIMEOUT = timedelta(hours=1)
-"""How long ranks wait for the one with the slowest disk."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +26,9 @@ class Resume:
     new_moments: bool = False
     """Whether the optimizer's state is left out, so that its moments start at zero."""
 
-    @property
-    def progress(self) -> TrainingProgress:
-        """Counters that the run continues from."""
-        return self.manifest.progress
-
     def check_can_train(self, *, last_step: int) -> None:
         """Raise CheckpointError if the run has steps left and the checkpoint has only weights."""
-        if self.progress.step < last_step and self.manifest.has_weights_only:
+        if self.manifest.progress.step < last_step and self.manifest.has_weights_only:
             raise CheckpointError(
                 f"[checkpoint] load_step: {self.path} has only weights, as its run had "
                 "last_save_model_only = true, and cannot be resumed. Set load_step to an earlier "
@@ -46,12 +38,10 @@ class Resume:
 
 
 def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
-    """Return the checkpoint to continue from, or None for a run that starts at step 1.
-
-    It is the newest in `folder` whose files are intact, or load_step's; broken ones are logged. If
-    `folder` has none, it is initial_load_path's, with initial_load_model_only = false. Collective.
-    Raises CheckpointError if load_step's is missing or broken, if all are broken, or if
-    initial_load_path's has only weights; StorageError if the disk fails."""
+    """Return the checkpoint to continue from, or None for a run that starts at step 1: the newest
+    intact one in `folder`, or load_step's; without one, initial_load_path's if
+    initial_load_model_only = false. Collective. Raises CheckpointError if the wanted one is
+    missing, broken or has only weights, or if all are broken; StorageError if the disk fails."""
     if not checkpoint.enable:
         return None
     if checkpoint.load_step and (own := _find_own(checkpoint, folder=folder)):
@@ -116,7 +106,7 @@ def _leaves_out_moments(checkpoint: CheckpointConfig, manifest: CheckpointManife
 def new_disk_group() -> dist.ProcessGroup:
     """Return a group of all ranks, on CPU, that waits for slow disks."""
     backend = "fake" if dist.get_backend() == "fake" else "gloo"  # fake: a process alone
-    return dist.new_group(backend=backend, timeout=DISK_TIMEOUT)
+    return dist.new_group(backend=backend, timeout=timedelta(hours=1))
 
 
 def verify(path: Path) -> CheckpointManifest:

@@ -1,7 +1,6 @@
-"""Read the weights of a checkpoint of torchtitan, v0.1.0 to v0.2.2.
+"""Read the weights of a checkpoint of torchtitan, v0.1.0 to v0.2.2, in DCP's format without hashes.
 
-Its format is DCP's, without hashes, so that damage within a tensor is not noticed. Only weights are
-read. v0.1.0 names a weight `model.<fqn>`; later versions, and saves of weights alone, `<fqn>`.
+v0.1.0 names a weight `model.<fqn>`; later versions, and saves of weights alone, `<fqn>`.
 Names and order of rows are this model's: both follow Meta's checkpoints.
 """
 
@@ -35,7 +34,7 @@ def load_torchtitan(
 ) -> None:
     """Read the weights in `folder`, of any data type, into the model's weights `state`. `stages` is
     the group of ranks that share the model. Collective. Raises CheckpointError if the weights are
-    broken or of another model, such as one with tied embeddings, which these versions have not."""
+    broken or of another model."""
     # Lets torch load the wrapper of weights that a float8 run gathers; bf16 runs do without.
     import torchao.float8.fsdp_utils  # noqa: F401
 

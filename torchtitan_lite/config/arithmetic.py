@@ -46,9 +46,8 @@ class ParallelDegrees:
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Sequences per forward pass of a rank, sequences per optimizer step, and passes per step.
-
-    With pipeline parallelism, a pass is one of pipeline_parallel_microbatch_size sequences."""
+    """Sequences per forward pass of a rank (in a pipeline, pipeline_parallel_microbatch_size),
+    sequences per optimizer step, and passes per step."""
 
     local_batch_size: int
     global_batch_size: int
@@ -58,9 +57,8 @@ class BatchSizes:
 def resolve_model(model: ModelConfig) -> ModelArgs:
     """Return the dimensions of the flavor as changed by the other keys; without a flavor, theirs.
 
-    `vocab_size` is 0 if it is the tokenizer's. `max_seq_len` is the flavor's limit; other rotary
-    embeddings have none. Raises ConfigError for an unknown flavor and dimensions that do not fit.
-    """
+    `vocab_size` is 0 if it is the tokenizer's; `max_seq_len` is MOST with rotary embeddings other
+    than the flavor's. Raises ConfigError for an unknown flavor and dimensions that do not fit."""
     given = model.overrides
     if (scaling := given.get("rope_scaling")) is not None:
         given["rope_scaling"] = RopeScaling(**scaling) if scaling["factor"] > 1 else None
@@ -107,9 +105,8 @@ def _check_dimensions(args: ModelArgs) -> None:
 
 
 def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> ParallelDegrees:
-    """Return the degrees, with -1 replaced by the number of ranks left.
-
-    Raises ConfigError unless their product is the world size."""
+    """Return the degrees, with -1 replaced by the number of ranks left. Raises ConfigError unless
+    their product is the world size."""
     names = ("data_parallel_replicate", "pipeline_parallel", "context_parallel", "tensor_parallel")
     degrees = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in names}
     product = math.prod(degrees.values())
@@ -138,10 +135,8 @@ def sequence_parts(*, cp: int, tp: int) -> int:
 def resolve_batch(
     training: TrainingConfig, parallelism: ParallelismConfig, *, dp_degree: int
 ) -> BatchSizes:
-    """Return the batch sizes, with a global batch size of -1 replaced.
-
-    Raises ConfigError unless the global batch is a whole number of local batches, and a local batch
-    of a pipeline's microbatches."""
+    """Return the batch sizes, with a global batch size of -1 replaced. Raises ConfigError unless
+    it is a whole number of local batches, and a local batch of a pipeline's microbatches."""
     local, total = training.local_batch_size, training.global_batch_size
     one_pass = local * dp_degree
     if total == -1:
@@ -167,10 +162,8 @@ def resolve_batch(
 
 def keep_batch(config: Config, *, saved: str, saved_dp: int, world_size: int) -> Config:
     """Return the config with the global batch size of a checkpoint, if it has none and the
-    processes would make another one.
-
-    `saved` is the checkpoint's config, which another version may have written, and `saved_dp` its
-    data-parallel degree."""
+    processes would make another one. `saved` is the checkpoint's config, which another version may
+    have written, and `saved_dp` its data-parallel degree."""
     before = TrainingConfig().model_dump() | parse_toml(saved.encode()).get("training", {})
     total = before["global_batch_size"]
     if total == -1:

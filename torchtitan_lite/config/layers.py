@@ -16,7 +16,6 @@ from .torchtitan import CONVERTERS, FOREIGN, MOVED, UNREAD, current_name, find_f
 from .types import expand_user
 
 CONFIG_FILE = "job.config_file"
-COMMAND_LINE = "the command line"
 SHIPPED = Path(__file__).parents[1] / "train_configs"
 """Configs of the package."""
 
@@ -117,7 +116,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
         elif bare and key and key.kind != "boolean":
             problems.append(f"--{name} on the command line needs a value of type {key.type_text}")
         else:
-            layer[name] = Setting(not negated if bare else _parse(text, key), COMMAND_LINE)
+            layer[name] = Setting(not negated if bare else _parse(text, key), "the command line")
     if not path:
         raise ConfigError(f"no config file; name one: --{CONFIG_FILE} debug_model")
     return find_config(path), layer, problems
@@ -131,9 +130,8 @@ def given_keys(argv: Sequence[str]) -> set[str]:
 
 
 def _parse(text: str, key: Key | None) -> object:
-    """Parse a word as TOML, but allow unquoted strings, and numbers such as .1 and 1.
-
-    Empty text, or None, unsets an optional key. Text that is not TOML is left to validation."""
+    """Parse a word as TOML, but allow unquoted strings, and numbers such as .1 and 1. Empty text,
+    or None, unsets an optional key. Text that is not TOML is left to validation."""
     if key and key.optional and text in ("", "None"):
         return None
     if key and key.kind == "string" and not text.startswith(('"', "'")):

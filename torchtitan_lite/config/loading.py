@@ -12,14 +12,7 @@ from torchtitan_lite.base.errors import ConfigError
 from .arithmetic import resolve_model
 from .checks import check_config
 from .keys import KEYS, TABLES, closest, did_you_mean, flat_config, show, show_key
-from .layers import (
-    Layer,
-    Setting,
-    read_command_line,
-    read_files,
-    resolve_aliases,
-    resolve_foreign,
-)
+from .layers import Layer, Setting, read_command_line, read_files, resolve_aliases, resolve_foreign
 from .sections import Config
 
 
@@ -37,8 +30,8 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     problems += resolve_foreign(settings)
 
     known = {name: setting for name, setting in settings.items() if name in KEYS}
-    unknown = {name: setting for name, setting in settings.items() if name not in KEYS}
-    problems += dict.fromkeys(_describe_unknown(name, unknown[name]) for name in unknown)
+    unknown = (name for name in settings if name not in KEYS)
+    problems += dict.fromkeys(_describe_unknown(name, settings[name]) for name in unknown)
 
     # Validate each value, then the rules between sound values.
     try:
@@ -50,9 +43,9 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     return config
 
 
-def check_model_table(model: Mapping[str, object], *, source: str) -> None:
+def check_model_table(model: Mapping[str, object]) -> None:
     """Raise ConfigError unless a config takes `model` as its table [model]."""
-    settings = {f"model.{key}": Setting(value, source) for key, value in model.items()}
+    settings = {f"model.{key}": Setting(value, "the model") for key, value in model.items()}
     try:
         resolve_model(_validate(settings).model)
     except ValidationError as error:

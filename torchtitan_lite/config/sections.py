@@ -1,8 +1,7 @@
 """The TOML surface: one frozen section per table, one documented field per key.
 
 Table and key names are torchtitan's. The string under a field is its documentation in `--help` and
-docs/config.md. The sections about the run, not about the model and its training, are in
-run_sections.py.
+docs/config.md. run_sections.py has the sections about the run: its folder, checkpoints, reports.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,6 +1,6 @@
 """Pipeline parallelism: which modules of the model each stage has."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import chain, pairwise
 
 from torchtitan_lite.base.errors import ConfigError
@@ -36,7 +36,7 @@ def resolve_stages(parallelism: ParallelismConfig, *, n_layers: int) -> Stages:
         key = "pipeline_parallel_split_points"
         # An unknown module begins a stage at 0, so that the first one is empty.
         begins = (modules.index(point) if point in modules else 0 for point in points)
-        stages = _cut(modules, [0, *begins])
+        stages = _cut(modules, begins)
     else:
         key = "pipeline_parallel_layers_per_stage"
         stages = _divide(parallelism, modules)
@@ -79,12 +79,12 @@ def _divide(parallelism: ParallelismConfig, modules: tuple[str, ...]) -> Stages:
             f"pipeline_parallel_last_stage_less_layers = {last}"
         )
     later = (len(FIRST) + sum(sizes[:stage]) for stage in range(1, number))
-    return _cut(modules, [0, *later])
+    return _cut(modules, later)
 
 
-def _cut(modules: tuple[str, ...], begins: Sequence[int]) -> Stages:
-    """Return stages that begin at the indices `begins` of `modules`."""
-    return tuple(modules[begin:end] for begin, end in pairwise([*begins, len(modules)]))
+def _cut(modules: tuple[str, ...], begins: Iterable[int]) -> Stages:
+    """Return stages of which all but the first begin at the indices `begins` of `modules`."""
+    return tuple(modules[begin:end] for begin, end in pairwise([0, *begins, len(modules)]))
 
 
 def _check_number(number: int, parallelism: ParallelismConfig, key: str) -> None:

@@ -1,6 +1,4 @@
-"""The keys of torchtitan, from before v0.1.0 to v0.2.2, that this project does not have.
-
-ALIASES and MOVED have another name here; FOREIGN have no counterpart."""
+"""The keys of torchtitan, from before v0.1.0 to v0.2.2, that this project does not have."""
 
 from fnmatch import fnmatchcase
 
@@ -42,11 +40,8 @@ ALIASES |= {
     name.replace("parallelism", "training"): name for name in KEYS if "parallelism." in name
 }
 
-
 ANY, OFF = None, (False,)
-Accepted = tuple[object, ...] | str | None
-"""Values of a foreign key that load. ANY: all. A name of a key: its value."""
-FOREIGN: dict[str, Accepted] = {
+FOREIGN: dict[str, tuple[object, ...] | str | None] = {
     "job.use_for_integration_test": ANY,
     "job.save_config_file": ANY,
     "job.custom_config_module": ("",),
@@ -99,8 +94,8 @@ FOREIGN: dict[str, Accepted] = {
     "memory_estimation.disable_fake_mode": ANY,
     "debug.deterministic_warn_only": OFF,
 }
-"""Keys without a counterpart here, as patterns of fnmatch, with the values that load: those that
-ask for what happens here. The first pattern that matches counts. docs/torchtitan.md says why."""
+"""Keys without a counterpart here, as patterns of fnmatch, with the values that load, those that
+ask for what happens here: ANY, a tuple, or the value of another key. The first match counts."""
 
 
 def find_foreign(name: str) -> str | None:

@@ -28,7 +28,7 @@ def prepare_job(
     A run that resumes keeps its global batch size. A collective call. Raises ConfigError or
     DataError."""
     world_size = dist.get_world_size()
-    if resume is not None and resume.progress.step:
+    if resume is not None and resume.manifest.progress.step:
         mesh = resume.manifest.mesh
         saved, dp = resume.manifest.config, mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
         config = keep_batch(config, saved=saved, saved_dp=dp, world_size=world_size)

@@ -61,7 +61,7 @@ class Trainer:
         self.groups = build_groups(job.degrees, device_type=device.type)
 
         # Data, from the first sample that has not been trained on.
-        progress = NEW_RUN if resume is None else resume.progress
+        progress = NEW_RUN if resume is None else resume.manifest.progress
         if resume is not None:
             check_resume(resume, job)
         self.batches, self.validation_batches = build_batches(
