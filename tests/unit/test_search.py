@@ -243,7 +243,7 @@ def test_a_layout_of_one_rank_a_shard_switches_async_tensor_parallelism_off() ->
 )
 def test_recipes_are_those_of_the_device(device: str, recipes: str) -> None:
     config = load_config(words_of("llama3_8b", *SMALL), world_size=1)
-    works = [each.work for each in find_candidates(Space(config, 1, find_device(device)))]
+    works = find_candidates(Space(config, 1, find_device(device)))
     trained = {work.job.config.float8.recipe_name if work.converted else "bf16" for work in works}
     assert trained == set(recipes.split())
 

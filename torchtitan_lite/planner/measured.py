@@ -37,8 +37,7 @@ class Results(BaseModel):
 def add_measured(device: DeviceSpec, path: Path) -> DeviceSpec:
     """Return `device` with the rates in a results file in place of published ones.
 
-    Raises ConfigError for a file that is malformed, of another version or of another device, and
-    if its rates are relative to other figures than the device's."""
+    Raises ConfigError for a file that is malformed, or whose rates are not for this device."""
     try:
         content = read_json_object(path)
         version = content.get("version")

@@ -3,7 +3,6 @@
 `make_plan` returns plain values, section by section; docs/plan.md documents every key.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -20,18 +19,18 @@ from torchtitan_lite.training.model import MetaModel, build_meta_model
 
 from .auto import resolve_auto
 from .share import state_widths
-from .workload import Gain, Workload, build_workload, predict_gain, tokenizer_values
+from .workload import Workload, build_workload, predict_gain, tokenizer_values
 
 RATES = ("tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "hfu")
 MOST_SHARDS = 2**16
 
 
 def find_device(name: str | None, metrics: MetricsConfig | None = None, **given: Any) -> DeviceSpec:
-    """Return the data sheet of the device called `name`, by default of the GPU at hand. The fields
-    of DeviceSpec that are `given`, and not None, replace its own. A data sheet of an unknown device
-    is made of the bf16 peak in `metrics` and of bandwidth_tb_s and memory_gib.
+    """Return the data sheet of the device called `name`, by default of the GPU at hand, with the
+    peaks in `metrics` and the fields that are `given`, and not None, in place of its own.
 
-    Raises ConfigError for an unknown name without these, and without a name if there is no GPU."""
+    Raises ConfigError without a name and a GPU, and for an unknown name unless a bf16 peak,
+    bandwidth_tb_s and memory_gib are given."""
     given = {field: value for field, value in given.items() if value is not None}
     if name is None and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
@@ -76,46 +75,39 @@ def make_plan(
     config: Config, *, world_size: int, device: DeviceSpec, tps: float | None = None
 ) -> dict[str, Any]:
     """Return the plan as plain values for JSON. `tps` are tokens per second per device that a run
-    reached; None: predicted. Raises ConfigError if the config does not fit `world_size`, or for
-    what cannot be planned on the device."""
-    device = device.with_peaks(given_peaks(config.metrics))
+    reached; None: predicted. Raises ConfigError for what does not fit `world_size` or the device.
+    """
     check_planned(config, device)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
     work = in_float8 = build_workload(job)
-    meta = counted = build_meta_model(job, choices=work.choices)
+    meta = build_meta_model(job, choices=work.choices)
 
-    # With "auto", and without float8, linears and prediction show what "auto" would choose.
-    on = config.float8.enable_float8_linear
-    if device.fp8_tflops is not None and (AUTO in config.float8.filter_fqns or not on):
-        in_float8 = build_workload(_turn_on_float8(job, config.float8.filter_fqns), device=device)
-        counted = build_meta_model(in_float8.job, choices=in_float8.choices)
+    # With "auto", and without float8, linears and prediction show what "auto" would choose. Keys
+    # that the recipe excludes have no effect while float8 is off, and are dropped.
+    float8, on = config.float8, config.float8.enable_float8_linear
+    if device.fp8_tflops is not None and (AUTO in float8.filter_fqns or not on):
+        gathers = float8.enable_fsdp_float8_all_gather and float8.recipe.gathers_float8
+        turned_on = job.choose(
+            "float8",
+            enable_float8_linear=True,
+            enable_fsdp_float8_all_gather=gathers,
+            filter_fqns=(*float8.filter_fqns, AUTO),
+        )
+        in_float8 = build_workload(turned_on, device=device)
 
     request, schedule = plan_request(work, device), plan_schedule(work, device, tps)
-    request["float8_recipe"] = config.float8.recipe_name if on else None  # even if no linear gains
+    request["float8_recipe"] = float8.recipe_name if on else None  # even if no linear gains
     return {
         "request": request,
         "device": asdict(device) | {"data_sheet": lookup_device(device.name) is not None},
         "model": _plan_model(job, meta),
         "flops_per_token": _plan_flops(meta.ledger),
-        "linears": _plan_linears(in_float8, counted.ledger, device),
-        "prediction": _plan_prediction(predict_gain(in_float8, device), device, on=on),
+        "linears": _plan_linears(in_float8, device),
+        "prediction": _plan_prediction(in_float8, device, on=on),
         "memory": _plan_memory(work, device),
         "schedule": schedule | _plan_rates(schedule["tps"], meta.ledger, device),
     }
-
-
-def _turn_on_float8(job: Job, filter_fqns: Sequence[str]) -> Job:
-    """Turn float8 on where it pays, beside the filters given. Keys that the recipe excludes have no
-    effect while float8 is off, and are dropped."""
-    float8, recipe = job.config.float8, job.config.float8.recipe
-    gathers = float8.enable_fsdp_float8_all_gather and recipe.gathers_float8
-    return job.choose(
-        "float8",
-        enable_float8_linear=True,
-        enable_fsdp_float8_all_gather=gathers,
-        filter_fqns=(*filter_fqns, AUTO),
-    )
 
 
 # ----- Sections of a plan; the first two are of the layouts of a search, too -----
@@ -191,7 +183,7 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
     }
 
 
-def _plan_linears(work: Workload, ledger: FlopsLedger, device: DeviceSpec) -> list[dict[str, Any]]:
+def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
     """An item for each kind of linear and reason to keep it."""
     roofline, matmuls = work.roofline(device), work.job.config.float8.recipe.matmuls
     return [
@@ -199,8 +191,7 @@ def _plan_linears(work: Workload, ledger: FlopsLedger, device: DeviceSpec) -> li
         | {
             "tokens": roofline.tokens,
             "precisions": {
-                each: "fp8" if choice.converted and each in matmuls else ledger.attention_runs_in
-                for each in MATMULS
+                each: "fp8" if choice.converted and each in matmuls else "bf16" for each in MATMULS
             },
             "time_ratio": roofline.ratio(choice, work.converted) if device.fp8_tflops else None,
         }
@@ -208,26 +199,22 @@ def _plan_linears(work: Workload, ledger: FlopsLedger, device: DeviceSpec) -> li
     ]
 
 
-def _plan_prediction(gain: Gain, device: DeviceSpec, *, on: bool) -> dict[str, Any]:
+def _plan_prediction(work: Workload, device: DeviceSpec, *, on: bool) -> dict[str, Any]:
     """The time of a step in bf16, and in float8 if the device has it."""
-    found = asdict(gain)
+    gain = predict_gain(work, device)
+    found = asdict(gain) | {"speedup": gain.speedup, "speedup_range": gain.speedup_range}
     found["bf16"]["step_s"], found["float8"]["step_s"] = gain.bf16.step_s, gain.float8.step_s
-    if device.fp8_tflops is None:
-        verdict = f"the {device.name} has no float8 matrix units with a known peak."
-        return found | {"float8": None, "speedup": None, "speedup_range": None, "verdict": verdict}
-    return found | {
-        "speedup": gain.speedup,
-        "speedup_range": gain.speedup_range,
-        "verdict": gain.verdict(on=on),
-    }
+    if device.fp8_tflops is not None:
+        return found | {"verdict": gain.verdict(on=on)}
+    verdict = f"the {device.name} has no float8 matrix units with a known peak."
+    return found | {"float8": None, "speedup": None, "speedup_range": None, "verdict": verdict}
 
 
 def _plan_memory(work: Workload, device: DeviceSpec) -> dict[str, Any]:
-    peak, reserved_gib = work.peak, work.reserved_gib
-    fits = reserved_gib <= device.memory_gib
+    fits = work.reserved_gib <= device.memory_gib
     return {
-        "peak": asdict(peak) | {"total": peak.total},
-        "reserved": round(reserved_gib * 2**30),
+        "peak": asdict(work.peak) | {"total": work.peak.total},
+        "reserved": round(work.reserved_gib * 2**30),
         "fits": fits,
         "would_fit": None if fits else find_fewest_gpus(work, device.memory_gib),
     }
@@ -235,7 +222,7 @@ def _plan_memory(work: Workload, device: DeviceSpec) -> dict[str, Any]:
 
 def find_fewest_gpus(work: Workload, memory_gib: float) -> int | None:
     """Return the number of GPUs from which on the layout fits with full activation checkpointing
-    and more shards; None if no number is enough."""
+    and more shards, if any."""
     job, shards = work.job.choose("activation_checkpoint", mode="full"), work.job.degrees.dp_shard
     while shards <= MOST_SHARDS:
         degrees = replace(job.degrees, dp_shard=shards)
@@ -247,13 +234,12 @@ def find_fewest_gpus(work: Workload, memory_gib: float) -> int | None:
 
 def _plan_rates(tps: float, ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:
     """Utilisations at a rate, and the peaks in TFLOPS by which they divide."""
-    flops, known = ledger.by_precision, published_peaks(device)
+    known = published_peaks(device)
     at = compute_rates(tps, ledger=ledger, peaks=Peaks(device.name, known))
-    effective = at["mfu"] and 100 * at["tflops"] / at["mfu"]
-    weighted = sum(count * known.get(name, 0) for name, count in flops.items())
-    arithmetic = weighted / ledger.total if effective else None
+    weighted = sum(count * known.get(name, 0) for name, count in ledger.by_precision.items())
+    arithmetic = weighted / ledger.total
     return {name: at[name] for name in RATES} | {
-        "mfu_arithmetic_peak": arithmetic and 100 * at["tflops"] / arithmetic,
-        "effective_peak": effective,
+        "mfu_arithmetic_peak": 100 * at["tflops"] / arithmetic,
+        "effective_peak": 100 * at["tflops"] / at["mfu"],
         "arithmetic_peak": arithmetic,
     }

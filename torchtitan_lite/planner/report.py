@@ -38,11 +38,11 @@ _wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphen
 
 def format_plan(plan: Plan) -> str:
     """Format the result of `make_plan`: the answer, then section by section."""
-    sections = (_time, _memory, _cost, _linears, _assumed)
-    return "\n\n".join([format_answer(plan), *(section(plan) for section in sections)])
+    sections = (_answer, _time, _memory, _cost, _linears, _assumed)
+    return "\n\n".join(section(plan) for section in sections)
 
 
-def format_answer(plan: Plan) -> str:
+def _answer(plan: Plan) -> str:
     """Return in a sentence whether the run fits, its rate, time and cost, and float8's gain."""
     request, schedule, memory = plan["request"], plan["schedule"], plan["memory"]
     rate = f"{_digits(schedule['tps'])} tokens/s per device"
@@ -55,9 +55,8 @@ def format_answer(plan: Plan) -> str:
     durations = {unit: schedule["run_days"] * size for unit, size in UNITS.items()}
     unit = next((each for each in durations if durations[each] >= 2), "seconds")
     gain, _, _ = plan["prediction"]["verdict"].rstrip(".").partition(";")
-    days, hours = (
-        _digits(schedule[f"{each}_per_trillion_tokens"]) for each in ("days", "gpu_hours")
-    )
+    days = _digits(schedule["days_per_trillion_tokens"])
+    hours = _digits(schedule["gpu_hours_per_trillion_tokens"])
     return _wrap(
         "{model} on {world_size} x {device}, predicted: ".format_map(request)
         + f"{_fit(plan)}{before}{rate}, {_digits(schedule['step_s'])} s a step, "
@@ -132,8 +131,8 @@ def _memory(plan: Plan) -> str:
     if not memory["fits"]:
         gpus, full = memory["would_fit"], "activation checkpointing full"
         fewest = f"{gpus:,} GPUs with {full}" if gpus else f"no number of GPUs, with {full} either"
-        note += f"; would fit: {fewest}; or lower [training] local_batch_size or seq_len, or "
-        note += "--search"
+        fixes = "or lower [training] local_batch_size or seq_len, or --search"
+        note += f"; would fit: {fewest}; {fixes}"
     return _section("Memory of a rank, predicted", _table([header, *rows]), _wrap(note))
 
 

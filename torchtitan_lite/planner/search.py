@@ -4,7 +4,7 @@ Every candidate is a config that training accepts. Memory is estimated before ti
 """
 
 import math
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,15 +60,6 @@ Settings = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A config that training accepts, and what follows from it."""
-
-    work: Workload
-    reserved_gib: float
-    tps: float  # 0 if the memory does not fit
-
-
-@dataclass(frozen=True)
 class Space:
     """The configs to try: `config` with other values of the keys in SEARCHED that are not `given`.
 
@@ -111,9 +102,8 @@ class Space:
             layout |= {MODE: AUTO, RESHARD: AUTO}
             sizes = self._divisors(REPLICATE, dp), self._divisors(LOCAL, max(1, total // dp))
             for replicate, local, recipe in product(*sizes, recipes):
-                sized = {REPLICATE: replicate, LOCAL: local}
-                sized |= {MICROBATCH: local} if pp > 1 else {}
-                yield layout | sized | recipe | kept
+                microbatch = {MICROBATCH: local} if pp > 1 else {}
+                yield layout | {REPLICATE: replicate, LOCAL: local} | microbatch | recipe | kept
 
     def _divisors(self, name: str, number: int) -> list[int]:
         """Return the divisors of `number`, or the given value of the key."""
@@ -140,16 +130,14 @@ class Space:
         given = {name: self.kept[name] for name in (FLOAT8, RECIPE) if name in self.kept}
         return [each for each in choices if (given | each).items() >= given.items()]
 
-    def candidate(self, settings: Settings) -> Candidate:
-        """Return the config with `settings`, and with the best values in place of "auto". Raises
-        ConfigError if training does not accept it."""
-        device, job = self.device, self._accept(settings)
-        work = choose_work(job, device=device, memory_gib=device.memory_gib)
+    def candidate(self, settings: Settings) -> Workload:
+        """Return the workload of the config with `settings`, and with the best values in place of
+        "auto". Raises ConfigError if training does not accept it."""
+        job = self._accept(settings)
+        work = choose_work(job, device=self.device, memory_gib=self.device.memory_gib)
         if job.config.float8.enable_float8_linear and AUTO in job.config.float8.filter_fqns:
             work = build_workload(name_kept(work.job, work.choices))
-        reserved_gib = work.reserved_gib
-        fits = reserved_gib <= device.memory_gib
-        return Candidate(work, reserved_gib, plan_schedule(work, device)["tps"] if fits else 0.0)
+        return work
 
     def _accept(self, settings: Settings) -> Job:
         """Return the job of a config with `settings`, or raise ConfigError, as training would."""
@@ -180,20 +168,20 @@ class Lengths(Space):
         for cp in [self.kept[CP]] if CP in self.kept else degrees:
             yield {SHARD: -1, LOCAL: 1, GLOBAL: -1, CP: cp}
 
-    def candidate(self, settings: Settings) -> Candidate:
-        """Return the longest config with `settings`. Raises ConfigError if training accepts none.
-        If none fits, it is the shortest."""
+    def candidate(self, settings: Settings) -> Workload:
+        """Return the longest config with `settings` that fits, or the shortest if none does."""
         limit = min(resolve_model(self.config.model).max_seq_len, LONGEST)
         tp = self.config.parallelism.tensor_parallel_degree
         step = math.lcm(LENGTHS, sequence_parts(cp=settings[CP], tp=tp))
         lengths = range(step, max(limit, step) + 1, step)
 
-        # Memory grows with the length: from some length on, none fits.
-        def plan(seq_len: int) -> Candidate:
+        def work_of(seq_len: int) -> Workload:
             return Space.candidate(self, settings | {SEQ_LEN: seq_len})
 
-        fitting = bisect_left(lengths, True, key=lambda seq_len: not plan(seq_len).tps)
-        return plan(lengths[max(fitting, 1) - 1])
+        # Memory grows with the length.
+        memory_gib = self.device.memory_gib
+        fitting = bisect_right(lengths, memory_gib, key=lambda each: work_of(each).reserved_gib)
+        return work_of(lengths[max(fitting, 1) - 1])
 
 
 def flatten(config: Config) -> Settings:
@@ -202,10 +190,10 @@ def flatten(config: Config) -> Settings:
     return {f"{table}.{key}": value for table in tables for key, value in tables[table].items()}
 
 
-def find_candidates(space: Space) -> list[Candidate]:
-    """Return the configs of `space` that training accepts: the longest first, and of one length the
-    fastest. Raises ConfigError if it accepts none, with the reason for the first."""
-    found: list[Candidate] = []
+def find_candidates(space: Space) -> list[Workload]:
+    """Return the workloads of `space` that training accepts. Raises ConfigError if it accepts none,
+    with the reason for the first."""
+    found: list[Workload] = []
     refused: list[ConfigError] = []
     for settings in space.settings():
         try:
@@ -216,42 +204,40 @@ def find_candidates(space: Space) -> list[Candidate]:
         raise refused[0]
 
     # Float8 without a linear is bf16, which is a candidate too, unless float8 is given.
-    def repeats_bf16(each: Candidate) -> bool:
-        return each.work.job.config.float8.enable_float8_linear and not each.work.converted
+    def repeats_bf16(work: Workload) -> bool:
+        return work.job.config.float8.enable_float8_linear and not work.converted
 
-    found = [each for each in found if not repeats_bf16(each)] or found
-
-    def order(each: Candidate) -> tuple[float, ...]:
-        return -each.work.job.config.training.seq_len, -each.tps, each.reserved_gib
-
-    return sorted(found, key=order)
+    return [each for each in found if not repeats_bf16(each)] or found
 
 
 def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any]:
-    """Return the first layouts as plain values for JSON, and the first in bf16 if it is none of
-    them. `gpu_hour` is the price of a GPU-hour.
+    """Return the first layouts as plain values for JSON, the longest first and of one length the
+    fastest, and the first in bf16 if it is none of them. `gpu_hour` is the price of a GPU-hour.
 
     Raises ConfigError if training accepts no config of `space`, or the memory of none fits."""
-    candidates = find_candidates(space)
-    fitting = [each for each in candidates if each.tps]
+    device, candidates = space.device, find_candidates(space)
+    fitting = [each for each in candidates if each.reserved_gib <= device.memory_gib]
     if not fitting:
         closest = min(candidates, key=lambda each: each.reserved_gib)
-        gpus = find_fewest_gpus(closest.work, space.device.memory_gib)
+        gpus = find_fewest_gpus(closest, device.memory_gib)
         raise ConfigError(
-            f"nothing fits: {closest.work.job.model_name} on --world-size {space.world_size} "
-            f"reserves at least {closest.reserved_gib:,.1f} GiB of the "
-            f"{space.device.memory_gib:g} of the {space.device.name}; it would fit "
-            f"{f'{gpus} GPUs' if gpus else 'no number of GPUs'}; lower [training] seq_len, or use "
-            "more."
+            f"nothing fits: {closest.job.model_name} on --world-size {space.world_size} reserves "
+            f"at least {closest.reserved_gib:,.1f} GiB of the {device.memory_gib:g} of the "
+            f"{device.name}; it would fit {gpus or 'no number of'} GPUs; lower [training] seq_len, "
+            "or use more."
         )
 
-    ranked = list(enumerate(fitting, 1))
-    best_bf16 = next(([each] for each in ranked if not each[1].work.converted), [])
+    def order(work: Workload) -> tuple[float, ...]:
+        tps = plan_schedule(work, device)["tps"]
+        return -work.job.config.training.seq_len, -tps, work.reserved_gib
+
+    ranked = list(enumerate(sorted(fitting, key=order), 1))
+    best_bf16 = next(([each] for each in ranked if not each[1].converted), [])
     shown = ranked[:SHOWN] + [each for each in best_bf16 if each[0] > SHOWN]
     return {
         "request": {
             "found": space.found,
-            "memory_gib": space.device.memory_gib,
+            "memory_gib": device.memory_gib,
             "kept": list(space.kept),
             "fitting": len(fitting),
         },
@@ -259,9 +245,8 @@ def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any
     }
 
 
-def _describe(candidate: Candidate, space: Space, gpu_hour: float | None) -> dict[str, Any]:
-    """Return the layout, rates and memory of `candidate`, and how it differs from the config."""
-    work = candidate.work
+def _describe(work: Workload, space: Space, gpu_hour: float | None) -> dict[str, Any]:
+    """Return the layout, rates and memory of `work`, and how it differs from the config."""
     schedule, step = plan_schedule(work, space.device), work.time(space.device)
     gpu_hours = schedule["gpu_hours_per_trillion_tokens"]
     own, settings = flatten(space.config), flatten(work.job.config)
@@ -269,7 +254,7 @@ def _describe(candidate: Candidate, space: Space, gpu_hour: float | None) -> dic
         **plan_request(work, space.device),
         **schedule,
         "waits_pct": 100 * sum(step.waits_s.values()) / step.step_s,
-        "reserved_gib": candidate.reserved_gib,
+        "reserved_gib": work.reserved_gib,
         "cost_per_trillion_tokens": gpu_hour and gpu_hour * gpu_hours,
         "changes": {name: value for name, value in settings.items() if value != own[name]},
     }

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.catalog.devices import DeviceSpec
@@ -40,7 +40,7 @@ class Workload:
         """Time a step as converted."""
         return time_step(self.roofline(device), self.choices, self.converted)
 
-    @property
+    @cached_property
     def peak(self) -> Moment:
         """The moment of a step at which a rank holds the most memory."""
         moments = job_memory(self.job, {each.kind for each in self.converted})
