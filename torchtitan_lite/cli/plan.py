@@ -14,12 +14,12 @@ from torchtitan_lite.config import given_keys, load_config
 from .parser import MOST_DEVICES, Parser, number, print_answer
 
 DATA_SHEET = {
-    "bandwidth": ("bandwidth_tb_s", "its memory bandwidth, 10^12 bytes per second"),
-    "memory": ("memory_gib", "its memory, GiB"),
-    "link": ("link_gb_s", "GB/s that it sends to others of its node, and receives"),
-    "network": ("network_gb_s", "GB/s that it sends to other nodes, and receives"),
+    "bandwidth_tb_s": ("--bandwidth", "its memory bandwidth, 10^12 bytes per second"),
+    "memory_gib": ("--memory", "its memory, GiB"),
+    "link_gb_s": ("--link", "GB/s that it sends to others of its node, and receives"),
+    "network_gb_s": ("--network", "GB/s that it sends to other nodes, and receives"),
 }
-"""Field of the data sheet that each option replaces, and what it is."""
+"""Option that replaces each field of the data sheet, and what it is."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -32,9 +32,9 @@ def add_arguments(parser: Parser) -> None:
     text = "number of processes, one per GPU (default: 8)"
     option("--world-size", type=count, default=8, metavar="N", help=text)
     option("--device", metavar="NAME", help="GPU to plan for (default: the GPU of this machine)")
-    for name, (field, meaning) in DATA_SHEET.items():
+    for field, (name, meaning) in DATA_SHEET.items():
         text = f"{meaning} (default: data sheet)"
-        option(f"--{name}", dest=field, type=positive, metavar="X", help=text)
+        option(name, dest=field, type=positive, metavar="X", help=text)
     text = "GPUs of a node (default: data sheet)"
     option("--node-devices", type=count, metavar="N", help=text)
     text = "results of scripts/gpu_day.sh on this GPU, whose rates replace published ones"
@@ -67,8 +67,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("--gpu-hour is for --search and --longest; add one of them, or drop it")
     words, world_size = options.overrides, options.world_size
     config = load_config(words, world_size=world_size)
-    given = {field: getattr(options, field) for field, _ in DATA_SHEET.values()}
-    given["node_devices"] = options.node_devices
+    given = {field: getattr(options, field) for field in (*DATA_SHEET, "node_devices")}
     device = find_device(options.device, config.metrics, **given)
     if options.measured:
         device = add_measured(device, options.measured)

@@ -55,8 +55,6 @@ def check_planned(config: Config, device: DeviceSpec) -> None:
             f'[training] mixed_precision_param = "{training.mixed_precision_param}" cannot be '
             'planned: only bf16 and fp8 rates are known; plan with "bfloat16".'
         )
-
-    # Float8, and the GPUs that have the kernels of a recipe.
     if float8.enable_float8_linear and device.fp8_tflops is None:
         raise ConfigError(
             f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix "

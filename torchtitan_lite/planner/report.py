@@ -137,8 +137,7 @@ def _memory(plan: Plan) -> str:
 
 
 def _cost(plan: Plan) -> str:
-    """Format what follows from the predicted rate and from both ends of its range, or from the
-    given rate."""
+    """Format the figures at the predicted rate and both ends of its range, or at the given one."""
     schedule, model = plan["schedule"], plan["model"]
     factors = {schedule["origin"]: 1.0}
     if schedule["tps_range"]:

@@ -30,7 +30,8 @@ from .plan import check_planned, find_fewest_gpus, plan_request, plan_schedule
 from .workload import Workload, build_workload, tokenizer_values
 
 SHOWN = 5  # layouts in the answer
-MOST_CP, LEAST_TOKENS = 16, 4096  # of a sequence on a rank, where context parallelism is searched
+CP_DEGREES = (1, 2, 4, 8, 16)
+LEAST_TOKENS = 4096  # of a sequence on a rank, where context parallelism is searched
 LENGTHS = 1024  # the longest sequence is a multiple of it
 LONGEST = 2**20  # where the model has no limit
 REPLICATE = "parallelism.data_parallel_replicate_degree"
@@ -91,7 +92,7 @@ class Space:
         total = resolve_batch(training, sharding, dp_degree=own.dp).global_batch_size
         pp, recipes = kept.get(PP, 1), self._recipes()
         most_tp = math.gcd(self.world_size, self.device.node_devices)
-        most_cp = kept.get(CP, max(1, min(MOST_CP, training.seq_len // LEAST_TOKENS)))
+        most_cp = kept.get(CP, max(1, min(CP_DEGREES[-1], training.seq_len // LEAST_TOKENS)))
 
         for tp, cp in product(self._divisors(TP, most_tp), self._divisors(CP, self.world_size)):
             dp, left = divmod(self.world_size, pp * tp * cp)
@@ -164,8 +165,7 @@ class Lengths(Space):
 
     def settings(self) -> Iterator[Settings]:
         """Yield the settings of each degree, whose length is open."""
-        degrees = [2**k for k in range(MOST_CP.bit_length())]
-        for cp in [self.kept[CP]] if CP in self.kept else degrees:
+        for cp in [self.kept[CP]] if CP in self.kept else CP_DEGREES:
             yield {SHARD: -1, LOCAL: 1, GLOBAL: -1, CP: cp}
 
     def candidate(self, settings: Settings) -> Workload:
