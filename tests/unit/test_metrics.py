@@ -205,9 +205,8 @@ class Run:
         return record
 
     def compile(self, seconds: float) -> None:
-        self.metrics.compile_began()
-        self.device.now += seconds
-        self.metrics.compile_ended()
+        with self.metrics.timed("compile"):
+            self.device.now += seconds
 
 
 def test_record():

@@ -125,16 +125,12 @@ STEP_FIGURES: dict[str, Figure] = {
 BETWEEN_STEPS = {
     "validation_loss": Figure(
         "mean over the validation windows", "nat", "validation_metrics/global_avg_loss"
-    )
-} | {
-    name: Figure(meaning, "s", f"time_metrics/{name}")
-    for name, meaning in {
-        "compile_s": "compilation by torch.compile",
-        "checkpoint_s": "saving a checkpoint",
-        "validation_s": "validation",
-        "gc_s": "garbage collection",
-        "profiling_s": "writing traces and snapshots",
-    }.items()
+    ),
+    "compile_s": Figure("compilation by torch.compile", "s", "time_metrics/compile_s"),
+    "checkpoint_s": Figure("saving a checkpoint", "s", "time_metrics/checkpoint_s"),
+    "validation_s": Figure("validation", "s", "time_metrics/validation_s"),
+    "gc_s": Figure("garbage collection", "s", "time_metrics/gc_s"),
+    "profiling_s": Figure("writing traces and snapshots", "s", "time_metrics/profiling_s"),
 }
 """Figures that belong to no step. A time is written as NAME_s by `outside_step(NAME)`."""
 

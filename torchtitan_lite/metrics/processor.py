@@ -125,7 +125,7 @@ class MetricsProcessor:
 
         # The steps that the host has not read yet, and the time of the one that runs.
         self.record_event: Any = record_cuda_event if device.type == "cuda" else HostEvent
-        self._began = self._compile_began = self.record_event()
+        self._began = self.record_event()
         self._spans: list[Span] = []
         self._pending: deque[_EndedStep] = deque()
         self._last_ended: _EndedStep | None = None
@@ -150,14 +150,6 @@ class MetricsProcessor:
         began = self.record_event()
         yield
         self._spans.append((name, began, self.record_event()))
-
-    def compile_began(self) -> None:
-        """Count the time until `compile_ended` as compilation, unless within `outside_step`."""
-        self._compile_began = self.record_event()
-
-    def compile_ended(self) -> None:
-        """Count the time since `compile_began`."""
-        self._spans.append(("compile", self._compile_began, self.record_event()))
 
     @contextmanager
     def outside_step(self, name: str, *, step: int) -> Iterator[None]:

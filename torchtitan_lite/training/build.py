@@ -1,5 +1,6 @@
 """Build each part of a run from its job: batches, model and checkpointer, metrics."""
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -199,6 +200,7 @@ def build_metrics(
         stage_times=build_stage_times(job, ledger),
     )
     if config.compile.enable:
-        on_compile_start(lambda _: metrics.compile_began())
-        on_compile_end(lambda _: metrics.compile_ended())
+        compiling = ExitStack()
+        on_compile_start(lambda _: compiling.enter_context(metrics.timed("compile")))
+        on_compile_end(lambda _: compiling.close())
     return metrics
