@@ -145,9 +145,3 @@ def test_a_hugging_face_model_may_be_in_the_folder_of_the_tokenizer(monkeypatch,
     checkpoint = CheckpointConfig(enable=True, **keys)
     config = Config(model=ModelConfig(tokenizer_path="/llama"), checkpoint=checkpoint)
     assert loaded_weights(monkeypatch, config) == loaded
-
-
-@pytest.mark.parametrize(("steps", "warned"), [(500, False), (501, True)])
-def test_a_long_run_that_saves_nothing_logs_so(monkeypatch, notices, steps, warned):
-    loaded_weights(monkeypatch, Config(training=TrainingConfig(steps=steps)))
-    assert (f"nothing is saved in {steps} steps" in notices.text) == warned

@@ -327,7 +327,7 @@ def test_steps_that_are_saved(settings, steps, tmp_path, notices):
     checkpointer = Run(tmp_path, **settings).checkpointer
     assert [step for step in range(1, 6) if checkpointer.due(step, last=step == 5)] == steps
     off = settings.get("enable") is False
-    assert ("checkpoints are off: [checkpoint] enable = false" in notices.text) == off
+    assert ("checkpoints are off: a run that stops or fails starts again" in notices.text) == off
 
 
 def test_keep_latest_k(tmp_path, monkeypatch, notices):

@@ -27,12 +27,12 @@ LATE = {
     ("parallel.parallelize", "parallel.tensor_parallel.apply_tensor_parallel"),
     ("parallel.parallelize", "parallel.tensor_parallel.enable_async_tensor_parallel"),
     ("train", "checkpoint.hf_export.export_hf"),
-    ("training.build", "metrics.stage_times.StageTimes"),
     ("training.model", "float8.graph_passes.add_passes"),
     ("training.model", "parallel.pipeline.PipelinedMicrobatches"),
     ("training.model", "parallel.tensor_parallel.float8_gathers"),
     ("training.optim", "training.bfloat16_adamw.BFloat16AdamW"),
     ("training.trainer", "float8.numerics.NumericsMonitor"),
+    ("training.trainer", "metrics.stage_times.StageTimes"),
     ("training.trainer", "training.profiling.Profiler"),
     ("training.trainer", "training.samples.Samples"),
 }

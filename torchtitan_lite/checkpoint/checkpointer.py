@@ -73,7 +73,10 @@ class Checkpointer:
         self._saving: Future[Path] | None = None
         self._thread: ThreadPoolExecutor | None = None
         if not settings.enable:
-            logger.info("checkpoints are off: [checkpoint] enable = false")
+            logger.info(
+                "checkpoints are off: a run that stops or fails starts again from step 1; "
+                f"[checkpoint] enable = true saves every {settings.interval} steps"
+            )
             return
         if settings.load_only:
             logger.info("no checkpoint is saved: [checkpoint] load_only = true")

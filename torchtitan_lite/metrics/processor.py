@@ -114,12 +114,11 @@ class MetricsProcessor:
         n_devices: int,
         writers: list[Writer],
         start_tokens: int,
-        stage_times: "StageTimes | None" = None,
     ) -> None:
         """`start_tokens` is the number of tokens of earlier processes of the run."""
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
         self.device, self.n_devices, self.writers = device, n_devices, writers
-        self.stage_times = stage_times
+        self.stage_times: StageTimes | None = None  # of a pipeline, set before the first step
         self.skips = Skips()
         """The longest series that the host knows of."""
 

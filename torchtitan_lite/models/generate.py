@@ -1,7 +1,5 @@
 """Generate text from a model's weights, with a cache of keys and values.
 
-Weights are read in high precision and computed in bfloat16 or float32, never in float8.
-
 Shapes: B prompts of the same length, S tokens of a call, T tokens so far, H heads, K key-value
 heads, Q head_dim, D dim, V vocab_size.
 """
@@ -72,17 +70,15 @@ class KVCache:
     """A layer's attention over all tokens so far: takes the place of `Attention.attend`."""
 
     def __init__(self) -> None:
-        self._k: Tensor | None = None
-        self._v: Tensor | None = None
+        self._past: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
         """Attend with `q` [B, H, S, Q] to `k` and `v` [B, K, S, Q] and to those of earlier calls. S
         is 1 in all calls but the first."""
-        if self._k is not None and self._v is not None:
-            k, v = torch.cat([self._k, k], dim=2), torch.cat([self._v, v], dim=2)  # [B, K, T, Q]
-        self._k, self._v = k, v
-        causal = q.shape[2] > 1
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        if self._past is not None:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self._past, (k, v), strict=True))
+        self._past = k, v  # [B, K, T, Q]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
 
 
 def build_empty_model(args: ModelArgs, *, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -115,8 +111,7 @@ def continue_prompts(
 ) -> list[Sample]:
     """Generate a text that follows each prompt, up to the end of a document or of the context, or
     to `max_new_tokens`. Prompts with equally many tokens are one batch. `write` gets the text of
-    the first prompt in parts, as it comes. `model` is from `build_empty_model`, and gets a cache.
-    """
+    the first prompt in parts, as it comes. `model`, of `build_empty_model`, gets a cache."""
     context = model.args.max_seq_len
     texts = [_Text(encode_prompt(each, tokenizer, context=context), tokenizer) for each in prompts]
 
@@ -134,10 +129,12 @@ def continue_prompts(
             if all(text.at_eos for text in batch):
                 break
 
-    return [
-        Sample(prompt, text.decode(), len(text.ids), text.ended_by(sampling.max_new_tokens))
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
+    samples = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        at_limit: End = "length" if len(text.ids) == sampling.max_new_tokens else "context"
+        ended_by = "eos" if text.at_eos else at_limit
+        samples.append(Sample(prompt, text.decode(), len(text.ids), ended_by))
+    return samples
 
 
 class _Text:
@@ -156,8 +153,7 @@ class _Text:
             self.ids.append(token)
 
     def decode(self) -> str:
-        """Return the text."""
-        # Some tokenizers drop a space at the start of a text.
+        """Return the text, decoded after its prompt: some tokenizers drop a space at a start."""
         return self._tokenizer.decode([*self.prompt_ids, *self.ids])[self._prompt_size :]
 
     def new_part(self) -> str:
@@ -168,21 +164,10 @@ class _Text:
         part, self._written = text[len(self._written) :], text
         return part
 
-    def ended_by(self, max_new_tokens: int) -> End:
-        """Return why the text has no more tokens."""
-        if self.at_eos:
-            return "eos"
-        return "length" if len(self.ids) == max_new_tokens else "context"
-
 
 @torch.inference_mode()
 def generate_tokens(
-    model: Transformer,
-    ids: Sequence[list[int]],
-    *,
-    count: int,
-    vocab_size: int,
-    sampling: Sampling,
+    model: Transformer, ids: Sequence[list[int]], *, count: int, vocab_size: int, sampling: Sampling
 ) -> Iterator[list[int]]:
     """Yield the next token of each row of `ids` [B, S], below `vocab_size`, `count` times."""
     device = model.tok_embeddings.weight.device
@@ -198,12 +183,8 @@ def generate_tokens(
         start, end = end, end + tokens.shape[1]
         model.rope_cos, model.rope_sin = cos[start:end], sin[start:end]
         with sdpa_kernel(ATTENTION):
-            logits = model(tokens, last_logits)  # [B, V]
+            # Only after the last token of x [B, S, D]; weight is [V, D].
+            logits = model(tokens, lambda x, weight: F.linear(x[:, -1], weight))  # [B, V]
         chosen = sampling.choose(logits[:, :vocab_size], generator)
         yield chosen.tolist()
         tokens = chosen.unsqueeze(1)
-
-
-def last_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits [B, V] after the last token of `x` [B, S, D]; `weight` is [V, D]."""
-    return F.linear(x[:, -1], weight)

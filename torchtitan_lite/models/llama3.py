@@ -24,6 +24,9 @@ from torchtitan_lite.catalog.flavors import ModelArgs
 CPU_FLOAT32_HEAD_DIM = 32
 """Largest head_dim for which attention on CPU is computed in float32, up to 2.7 times as fast."""
 
+Mask = Tensor | BlockMask | None
+"""The keys to which each query attends; None: those up to its own position."""
+
 # FlexAttention is compiled even if blocks are not: eager, it computes S x S values. The compiler is
 # loaded at the first use.
 _compile_once = cache(torch.compile)
@@ -93,7 +96,7 @@ def document_mask(starts: Tensor, queries: Tensor) -> Tensor | BlockMask:
     return create(sees, batch_size, None, len(queries), seq_len, device=starts.device)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
     """Return the attention [B, H, S, Q] of `q` [B, H, S, Q] to `k` and `v` [B, K, S, Q], causal if
     `mask` is None."""
     if isinstance(mask, BlockMask):
@@ -123,9 +126,7 @@ class Attention(nn.Module):
         self.attend: Callable[..., Tensor] = attend
         """Replaced if other ranks have a part of the keys and values."""
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         """Attend within `x` [B, S, D]."""
         heads = (-1, self.head_dim)
         q = apply_rope(self.wq(x).unflatten(-1, heads), cos, sin)  # [B, S, H, Q]
@@ -159,9 +160,7 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args)
 
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | BlockMask | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask) -> Tensor:
         """Apply the block to `x` [B, S, D]."""
         x = x + self.attention(self.attention_norm(x), cos, sin, mask)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -173,10 +172,6 @@ class Output(nn.Linear):
     def forward(self, x: Tensor, head: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
         """Return the logits [B, S, V] of `x` [B, S, D], or `head(x, weight)`, weight [V, D]."""
         return super().forward(x) if head is None else head(x, self.weight)
-
-
-def _whole(x: Tensor, dim: int) -> Tensor:
-    return x
 
 
 class Transformer(nn.Module):
@@ -196,7 +191,7 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.output = Output(args.dim, args.vocab_size, bias=False)
         self.tie_weights()
-        self.shard_sequence: Callable[[Tensor, int], Tensor] = _whole
+        self.shard_sequence: Callable[[Tensor, int], Tensor] = lambda x, dim: x
         """Returns what this rank computes of a tensor whose given dimension is a sequence."""
 
     def tie_weights(self) -> None:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from .init import local_offset
 
 IGNORED = -100  # label of a token that does not count
 CHUNK_LOGITS = 2**30
@@ -91,9 +92,7 @@ class CrossEntropy:
         first_id, group = 0, None
         split, vocabulary = (x, -1) if weight is None else (weight, 0)
         if isinstance(split, DTensor):
-            mesh = split.device_mesh
-            _, offset = compute_local_shape_and_global_offset(split.shape, mesh, split.placements)
-            first_id, group = offset[vocabulary], mesh.get_group()
+            first_id, group = local_offset(split)[vocabulary], split.device_mesh.get_group()
             assert isinstance(x, DTensor), "x is a DTensor if the weight is one"
             if isinstance(weight, DTensor):
                 x, weight = x.to_local(grad_placements=[Partial()]), weight.to_local()

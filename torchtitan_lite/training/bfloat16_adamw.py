@@ -10,8 +10,6 @@ from torch.nn import Parameter
 from torchtitan_lite.base.torchao_types import is_gathered_in_float8
 from torchtitan_lite.models.init import local_part
 
-DROPPED_BITS = 16  # of a float32 that is stored as bfloat16
-
 
 class BFloat16AdamW(torch.optim.Optimizer):
     """AdamW that computes in float32 and stores the two moments in bfloat16, the second rounded
@@ -101,6 +99,6 @@ def _round_stochastically(x: Tensor, step: Tensor) -> Tensor:
     bits = (place * -0x61C8864F + step.long() * -0x7A143589) & mask
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):  # no product exceeds 2^63
         bits = ((bits >> shift) ^ bits) * factor & mask
-    threshold = (bits >> (31 - DROPPED_BITS)).int()
-    rounded = (x.view(torch.int32) + threshold) & -(1 << DROPPED_BITS)
+    threshold = (bits >> 15).int()  # below 2**16: bfloat16 lacks the last 16 bits of a float32
+    rounded = (x.view(torch.int32) + threshold) & -(1 << 16)
     return rounded.view(torch.float32).to(torch.bfloat16)

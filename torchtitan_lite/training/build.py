@@ -3,7 +3,6 @@
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,11 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.checkpoint.manifest import (
-    CheckpointManifest,
-    TrainingProgress,
-    check_model,
-)
+from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress, check_model
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.config.keys import config_changes
@@ -33,9 +28,6 @@ from torchtitan_lite.metrics.writers import build_writers
 
 from .model import BuiltModel, build_model
 from .optim import build_optimizer
-
-if TYPE_CHECKING:
-    from torchtitan_lite.metrics.stage_times import StageTimes
 
 # ----- Data and checkpoints -----
 
@@ -119,13 +111,6 @@ def build_loaded_model(
         stages=mesh["pp"].get_group(),
     )
 
-    steps = config.training.steps
-    if not settings.enable and steps > settings.interval:
-        logger.info(
-            f"nothing is saved in {steps:,} steps: if this run stops or fails, it starts again "
-            f"from step 1; --checkpoint.enable saves every {settings.interval} steps"
-        )
-
     # initial_load_path is only for a new run: a resumed run has its weights already.
     initial = settings.initial_load_path
     if initial is None and settings.initial_load_in_hf:
@@ -139,24 +124,6 @@ def build_loaded_model(
 
 
 # ----- Metrics -----
-
-
-def build_stage_times(job: Job, ledger: FlopsLedger) -> "StageTimes | None":
-    """Build the measurement of a pipeline's stages, None without a pipeline."""
-    if job.degrees.pp == 1:
-        return None
-    from torchtitan_lite.metrics.stage_times import StageTimes
-
-    ranks, flops = job.degrees.pp, []
-    for names in job.stages:
-        parts = [ledger.by_module[name] for name in names if name in ledger.by_module]
-        flops.append({each: sum(part[each] for part in parts) for each in ledger.by_precision})
-    return StageTimes(
-        [job.rank_stages(rank) for rank in range(ranks)],
-        # Ranks of different stages are the furthest apart.
-        pipeline_rank=dist.get_rank() * ranks // job.degrees.world_size,
-        flops=flops,
-    )
 
 
 def build_metrics(
@@ -197,7 +164,6 @@ def build_metrics(
         n_devices=job.degrees.world_size,
         writers=writers,
         start_tokens=progress.tokens,
-        stage_times=build_stage_times(job, ledger),
     )
     if config.compile.enable:
         compiling = ExitStack()

@@ -4,8 +4,7 @@ planning too; then cut it into stages, and make them parallel."""
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import chain
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,19 +45,14 @@ class MetaModel:
     """A model on meta, converted to float8 as configured and not yet sharded."""
 
     model: Transformer
-    choices: list[LinearChoice]
-    """The decision for every linear."""
+    linears: list[str]
+    """Names of the linears in float8."""
     ledger: FlopsLedger
 
     @property
     def parameters(self) -> int:
         """Number of parameters of the whole model."""
         return sum(parameter.numel() for parameter in self.model.parameters())
-
-    @property
-    def linears(self) -> list[str]:
-        """Names of the linears in float8."""
-        return converted_names(self.choices)
 
 
 @dataclass(frozen=True)
@@ -68,16 +62,13 @@ class BuiltModel:
     stages: list[Transformer]
     indices: Sequence[int]
     """Which stages of the pipeline they are."""
+    model: nn.Module
+    """The parameters of these stages, by their names in the whole model."""
     ledger: FlopsLedger
     """FLOPs per token of the whole model."""
     linears: list[str]
     """Names of the whole model's linears in float8."""
     asked: Asked
-
-    @cached_property
-    def model(self) -> nn.Module:
-        """The parameters of this rank's stages, by their names in the whole model."""
-        return join_stages(self.stages)
 
 
 def choose_linears(
@@ -154,7 +145,7 @@ def build_meta_model(
         # Under a memory budget the compiler decides what to recompute.
         recompute_is_known=config.activation_checkpoint.mode != "memory_budget",
     )
-    return MetaModel(model, choices, ledger)
+    return MetaModel(model, converted, ledger)
 
 
 def find_attention(job: Job, *, device: torch.device) -> str:
@@ -206,7 +197,8 @@ def join_stages(stages: Sequence[Transformer]) -> nn.Module:
     for stage in stages:
         for name, module in stage.named_children():
             joined.add_module(name, module)
-    joined.layers = nn.ModuleDict(dict(chain(*(stage.layers.items() for stage in stages))))
+    layers = {i: layer for stage in stages for i, layer in stage.layers.items()}
+    joined.layers = nn.ModuleDict(layers)
     return joined
 
 
@@ -215,8 +207,10 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
     initialise their weights."""
     config, float8, training = job.config, job.config.float8, job.config.training
     args, attention = job.model_args, find_attention(job, device=device)
+    choices = choose_linears(job)
     meta = build_meta_model(
         job,
+        choices=choices,
         emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
         fused_attention=attention != "MATH",
     )
@@ -227,7 +221,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
         f"{args.vocab_size}{', tied' if args.tie_embeddings else ''}; attention by {attention}"
     )
     if float8.enable_float8_linear:
-        logger.info(f"float8, {float8.recipe_name}:\n{format_choices(meta.choices)}")
+        logger.info(f"float8, {float8.recipe_name}:\n{format_choices(choices)}")
     log_flops(meta.ledger)
 
     # Parallelize the model, then allocate and initialise its shards.
@@ -256,7 +250,8 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         init_weights(stage, seed=config.debug.seed, buffer_device=device)
 
-    return BuiltModel(stages, indices, meta.ledger, meta.linears, asked)
+    model = join_stages(stages)
+    return BuiltModel(stages, indices, model, meta.ledger, meta.linears, asked)
 
 
 def build_microbatches(
@@ -272,7 +267,6 @@ def build_microbatches(
     if degrees.pp == 1:
         return PlainMicrobatches(losses[0], config.parallelism)
 
-    # Only a run with a pipeline loads torch's pipelining.
     from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches
 
     seq_len = config.training.seq_len // (degrees.cp * degrees.tp)

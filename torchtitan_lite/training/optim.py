@@ -39,8 +39,7 @@ def build_optimizer(
 
 # ----- Clipping -----
 
-PIECE = 1 << 14
-"""Elements of a gradient on CPU that are summed at a time."""
+PIECE = 1 << 14  # elements of a gradient on CPU that are summed at a time
 
 
 def clip_gradients(

@@ -13,8 +13,7 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.config import ProfilingConfig
 
-SNAPSHOT_EVENTS = 100_000
-"""Allocations and frees that a memory snapshot records."""
+SNAPSHOT_EVENTS = 100_000  # allocations and frees that a memory snapshot records
 
 
 class Profiler:

@@ -46,19 +46,16 @@ class Samples:
     def make(self) -> list[dict[str, Any]]:
         """Return the fields of a sample for each prompt; none if rank 0 has no memory for the copy.
         A collective call."""
-        copy = self._allocate() if dist.get_rank() == 0 else None
+        copy, dtype = None, getattr(torch, self._job.config.training.mixed_precision_param)
+        if dist.get_rank() == 0:
+            try:
+                copy = build_empty_model(self._job.model_args, device=self._device, dtype=dtype)
+            except torch.OutOfMemoryError:
+                logger.warning("no samples: rank 0 has no memory for a copy of the model")
         if not on_rank0(lambda: copy is not None):
             return []
         self._gather_into(copy)
         return on_rank0(lambda: self._generate(copy))
-
-    def _allocate(self) -> Transformer | None:
-        dtype = getattr(torch, self._job.config.training.mixed_precision_param)
-        try:
-            return build_empty_model(self._job.model_args, device=self._device, dtype=dtype)
-        except torch.OutOfMemoryError:
-            logger.warning("no samples: the memory of rank 0 has no room for a copy of the model")
-            return None
 
     def _gather_into(self, copy: Transformer | None) -> None:
         """Copy each weight into the copy of rank 0."""

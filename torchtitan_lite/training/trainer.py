@@ -96,13 +96,25 @@ class Trainer:
     def build_optional(self, tokenizer: Tokenizer) -> None:
         """Build what only some configs ask for. Only runs with them load its modules."""
         self.profiler, self.numerics, self.samples = None, None, None
-        profiling, linears = self.config.profiling, self.built.linears
+        job, profiling, linears = self.job, self.config.profiling, self.built.linears
+        if job.degrees.pp > 1:
+            from torchtitan_lite.metrics.stage_times import StageTimes
+
+            ledger, flops = self.built.ledger, []
+            for names in job.stages:
+                parts = [ledger.by_module[name] for name in names if name in ledger.by_module]
+                flops.append({key: sum(part[key] for part in parts) for key in ledger.by_precision})
+            self.metrics.stage_times = StageTimes(
+                [job.rank_stages(rank) for rank in range(job.degrees.pp)],
+                pipeline_rank=self.groups.mesh["pp"].get_local_rank(),
+                flops=flops,
+            )
         if profiling.enable_profiling or profiling.enable_memory_snapshot:
             from .profiling import Profiler
 
             self.profiler = Profiler(
                 profiling,
-                run_folder=self.job.folder,
+                run_folder=job.folder,
                 rank=dist.get_rank(),
                 device=self.device,
                 done_steps=self.step,
@@ -115,7 +127,7 @@ class Trainer:
         if self.config.validation.prompts:
             from .samples import Samples
 
-            self.samples = Samples(self.job, tokenizer, self.model, self.groups.stages, self.device)
+            self.samples = Samples(job, tokenizer, self.model, self.groups.stages, self.device)
 
     def train(self) -> str | None:
         """Train to the last step. Return the signal or time limit that stopped the run, if any."""
@@ -302,15 +314,10 @@ class Trainer:
     def save(self) -> None:
         """Save the state after the last finished step, if the run folder is still this run's."""
         self.watchdog.at(self.step, "checkpoint")
-
-        def check_folder() -> None:
-            if self.run_folder is not None:
-                self.run_folder.check_is_ours(step=self.step)
-
-        on_rank0(check_folder)
+        folder = self.run_folder
+        on_rank0(lambda: None if folder is None else folder.check_is_ours(step=self.step))
         with self.metrics.outside_step("checkpoint", step=self.step):
-            done = self.step == self.last_step
-            self.checkpointer.save(self.progress(), last=done)
+            self.checkpointer.save(self.progress(), last=self.step == self.last_step)
         self.saved_step, self.save_wanted = self.step, False
 
     def progress(self) -> TrainingProgress:
