@@ -1,10 +1,8 @@
-"""What this package changes of torch and torchao at run time, one function each. What it changes
-of compiled graphs is in float8/graph_passes.py.
+"""What this package changes of torch and torchao at run time, but for float8/graph_passes.py.
 
-Each function states its change, the reason, the report upstream if there is one, the versions in
-which the fault was seen, and when to remove it. All of them can be called more than once, and
-import the heavy modules that they change. `test_patches.py` shows each fault without its patch, and
-so fails once the installed version no longer needs it.
+Each function states its change, the reason, the report upstream if there is one, the versions with
+the fault, and when to remove it. All can be called again, and import the heavy modules that they
+change. `test_patches.py` shows each fault without its patch, and so fails once it is repaired.
 """
 
 import hashlib

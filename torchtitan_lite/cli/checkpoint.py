@@ -40,8 +40,7 @@ def run(args: argparse.Namespace) -> int:
         print(format_checkpoints(find_checkpoints(args.folder)))
         return 0
 
-    # Imported here because torch takes seconds to import, and ls does without.
-    from torchtitan_lite.checkpoint.compare import compare
+    from torchtitan_lite.checkpoint.compare import compare  # torch takes seconds to import
     from torchtitan_lite.checkpoint.reading import open_checkpoint
 
     if args.command == "diff":

@@ -44,8 +44,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Generate and print. Raises RunError."""
-    # Imported here because torch takes seconds to import.
-    import torch
+    import torch  # takes seconds
 
     from torchtitan_lite.models.generate import Sampling, continue_prompts
     from torchtitan_lite.tools.generate import load_model

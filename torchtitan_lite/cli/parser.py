@@ -16,8 +16,7 @@ from torchtitan_lite.config.keys import KEYS, closest
 KEYS_HELP = "--table.key value overrides a key of the config: torchtitan-lite train --help"
 BOOL = re.compile("true|false|yes|no|on|off|0|1", re.IGNORECASE)
 WORD = re.compile("(?!--).*", re.DOTALL)
-MOST_DEVICES = 10**6
-"""Of a run that is checked or planned."""
+MOST_DEVICES = 10**6  # of a run that is checked or planned
 FORM = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=100)
 
 

@@ -22,8 +22,7 @@ This page is generated: `torchtitan-lite schema --markdown > docs/config.md`.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the option."""
-    text = "print the keys as docs/config.md"
-    parser.add_argument("--markdown", action="store_true", help=text)
+    parser.add_argument("--markdown", action="store_true", help="print the keys as docs/config.md")
 
 
 def run(args: argparse.Namespace) -> None:

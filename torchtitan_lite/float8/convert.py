@@ -69,8 +69,7 @@ def convert_to_float8(
     model: nn.Module, chosen: Collection[str], *, float8: Float8Config, emulate: bool
 ) -> None:
     """Swap the linears of `model` named in `chosen` for torchao's Float8Linear, in place."""
-    # torchao is slow to import, and bf16 runs do not need it.
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import
 
     settings = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(float8.recipe_name),
@@ -84,8 +83,7 @@ def convert_to_float8(
 
 
 def update_scales(model: nn.Module, float8: Float8Config) -> None:
-    """After a change of the weights, compute the scales of their next float8 all-gathers in one
-    all-reduce, if [float8] asks for it."""
+    """Compute the scales of the next float8 all-gathers in one all-reduce, if [float8] says so."""
     gathered = float8.enable_float8_linear and float8.enable_fsdp_float8_all_gather
     if gathered and float8.precompute_float8_dynamic_scale_for_fsdp:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp  # slow to import

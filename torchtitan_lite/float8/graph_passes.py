@@ -68,8 +68,7 @@ PASSES = {
 
 def add_passes(options: Iterable[str] = PASSES) -> None:
     """Set the `options` of Inductor's config, for graphs that are compiled from then on."""
-    # The compiler is slow to import, and eager runs do not need it.
-    from torch._inductor import config
+    from torch._inductor import config  # slow to import
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     class Pass(CustomGraphPass):

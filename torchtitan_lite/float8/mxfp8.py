@@ -16,13 +16,10 @@ class MXFP8Linear(nn.Linear):
     over. `multiply(input, weight)` casts both operands of all three matmuls, and rounds the scale
     up, so nothing saturates."""
 
-    def __init__(
-        self, linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor], *, emulate: bool
-    ) -> None:
+    def __init__(self, linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
         assert linear.bias is None, "no linear of the model has a bias"
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
-        self.emulate = emulate
         self._multiply: Callable[[Tensor, Tensor], Tensor] = multiply
 
     def forward(self, input: Tensor) -> Tensor:
@@ -72,4 +69,4 @@ def convert_to_mxfp8(
     for name in chosen:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), f"{name} is a linear"
-        model.set_submodule(name, MXFP8Linear(linear, multiply, emulate=emulate))
+        model.set_submodule(name, MXFP8Linear(linear, multiply))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.base.torchao_types import is_float8_linear
@@ -23,7 +24,6 @@ FIGURES: dict[str, Any] = {"sqnr_db": min, "amax": max, "underflow": max, "satur
 """The figures of a cast, and how to find the worst of several."""
 Numerics = dict[str, dict[str, dict[str, float]]]  # by kind of linear, role and name of the figure
 LAYER = re.compile(r"layers\.(\d+)\.")
-CHECKPOINTED = "_checkpoint_wrapped_module."  # in the names of what such a block contains
 
 
 def saturation_limit(dtype: torch.dtype) -> float:
@@ -70,7 +70,7 @@ class NumericsMonitor:
         self._model, self._linears = model, list(linears)
         # Each cast carries the config object of its linear, which identifies the linear.
         self._rows = {
-            id(module.linear_mm_config): self._linears.index(name.replace(CHECKPOINTED, ""))
+            id(module.linear_mm_config): self._linears.index(name.replace(_CHECKPOINT_PREFIX, ""))
             for name, module in model.named_modules()
             if is_float8_linear(module)
         }
@@ -82,8 +82,7 @@ class NumericsMonitor:
 
     @contextmanager
     def observe(self) -> Iterator[None]:
-        """Measure all casts inside the context, in which compiled blocks run eagerly: a compiled
-        cast cannot be observed."""
+        """Measure all casts inside the context. Compiled blocks run eagerly, so theirs are seen."""
         self._sums.zero_()
         self._amax.zero_()
         with run_eagerly(self._model), observe_float8_casts(self._add):

@@ -115,8 +115,7 @@ class StepObserver(TorchDispatchMode):
             lines.append(f"gathers of weights by FSDP: {_show(self.fsdp_gathers)}")
         if self.tp_gathers:
             fused = f", {self.fused} collectives fused with matmuls" if asked.fused else ""
-            gathers = _show(self.tp_gathers)
-            lines.append(f"gathers of activations: {gathers}{fused}")
+            lines.append(f"gathers of activations: {_show(self.tp_gathers)}{fused}")
         if asked.graphs:
             lines.append(f"torch.compile: {counters['stats']['unique_graphs']} graphs")
         return lines

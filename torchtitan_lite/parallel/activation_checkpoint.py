@@ -76,8 +76,7 @@ def recomputed_modules(
 
 
 def apply_activation_checkpointing(model: Transformer, ac: ActivationCheckpointConfig) -> None:
-    """Wrap the blocks of `model` in place as [activation_checkpoint] selects them. The "op" policy
-    keeps every second matmul and the results of `SAVED`."""
+    """Wrap the blocks of `model` in place as [activation_checkpoint] selects them."""
     contexts: dict[str, Any] = {"context_fn": _op_contexts} if ac.keeps_by_op else {}
     checkpointed = {str(i) for i in ac.checkpointed_layers(model.args.n_layers)}
     for i in checkpointed & model.layers.keys():

@@ -6,11 +6,11 @@ from typing import cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from torchtitan_lite import patches
 from torchtitan_lite.base.torchao_types import is_gathered_in_float8
 from torchtitan_lite.config import ParallelismConfig, TrainingConfig
+from torchtitan_lite.models.init import local_part
 from torchtitan_lite.models.llama3 import Transformer
 
 from .one_rank import MixedPrecisionTransformer
@@ -45,12 +45,10 @@ def apply_fsdp(
         shard = partial(shard, offload_policy=offload)
 
     # A scale of a float8 all-gather covers all shards of a weight, also across tensor parallelism.
-    split = [weight.to_local() for weight in model.parameters() if isinstance(weight, DTensor)]
-    if any(map(is_gathered_in_float8, split)):
-        shards = mesh["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
+    if any(is_gathered_in_float8(local_part(weight)) for weight in model.parameters()):
+        is_split = mesh["tp"].size() > 1
+        shards = mesh["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp") if is_split else None
         patches.scale_gathered_weights_over(shards)
-    elif any(map(is_gathered_in_float8, model.parameters())):
-        patches.scale_gathered_weights_over(None)
 
     reshard, reshard_last = reshard_after_forward != "never", reshard_after_forward == "always"
     for block in model.layers.values():

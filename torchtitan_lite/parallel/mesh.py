@@ -26,15 +26,12 @@ class Groups:
     """The mesh of all processes, and this rank's groups of processes in it."""
 
     mesh: DeviceMesh
-    stages: dist.ProcessGroup
-    """The ranks of this rank's pipeline."""
-    losses: dist.ProcessGroup
-    """Ranks whose losses add up: they train on different tokens, or have different stages."""
+    stages: dist.ProcessGroup  # the ranks of this rank's pipeline
+    losses: dist.ProcessGroup  # ranks with different tokens or stages: their losses add up
+    # Ranks that decide alike on an update, though they exchange neither losses nor norms: replicas
+    # clip their own gradients, and ranks of tensor parallelism compute the loss each.
     replicas: dist.ProcessGroup
-    """Ranks that decide alike on an update, though they exchange neither losses nor norms: replicas
-    clip their own gradients, and ranks of tensor parallelism compute the loss each."""
-    dp_rank: int
-    """Ranks that differ only in pp, cp or tp share their samples."""
+    dp_rank: int  # ranks that differ only in pp, cp or tp share their samples
 
 
 def build_groups(degrees: ParallelDegrees, *, device_type: str) -> Groups:

@@ -203,9 +203,8 @@ def _cast(weights: Sequence[_Weight]) -> None:
     if not weights:
         return
 
-    # torchao is slow to import, and bf16 runs do not need it.
     from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
-    from torchao.float8.float8_utils import amax_to_scale
+    from torchao.float8.float8_utils import amax_to_scale  # slow to import
 
     masters = [local_part(weight.master) for weight in weights]
     copies = [local_part(weight.copy) for weight in weights]

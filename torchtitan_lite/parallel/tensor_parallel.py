@@ -126,8 +126,7 @@ def _style(plain: type[ParallelStyle], *, float8: bool) -> Any:
     """Return `plain`, or torchao's style that replaces it and gathers in float8."""
     if not float8:
         return plain
-    # torchao is slow to import, and has been imported if there is a Float8Linear.
-    from torchao.float8 import float8_tensor_parallel as styles
+    from torchao.float8 import float8_tensor_parallel as styles  # slow to import
 
     return {
         PrepareModuleInput: styles.PrepareFloat8ModuleInput,
