@@ -160,8 +160,6 @@ def finish(trainer: Trainer, *, stopped_by: str | None) -> None:
 def export_last(trainer: Trainer) -> None:
     """Write the last checkpoint as a Hugging Face model beside it. A model that is there already is
     kept if this start of the run has trained no step."""
-    from torchtitan_lite.checkpoint.hf_export import export_hf  # few runs export
-
     saved, settings = trainer.checkpointer.last_saved, trainer.config.checkpoint
     if saved is None:  # initial_load_path's checkpoint is of the last step already
         logger.warning("[checkpoint] last_save_in_hf = true, but no step was trained and saved")
@@ -173,7 +171,7 @@ def export_last(trainer: Trainer) -> None:
         # A checkpoint of weights alone has the type of the export already.
         keeps = settings.last_save_model_only
         remove_drafts(saved.parent)  # of an export that was killed
-        export_hf(saved, target, dtype="keep" if keeps else settings.export_dtype)
+        trainer.hf_export.export_hf(saved, target, dtype="keep" if keeps else settings.export_dtype)
 
 
 def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:

@@ -79,6 +79,7 @@ def ended_run(saved: Path | None, first_step: int, **keys: Any) -> Any:
         config=Config(checkpoint=checkpoint),
         first_step=first_step,
         last_step=20,
+        hf_export=hf_export,
     )
 
 

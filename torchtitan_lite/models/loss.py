@@ -100,8 +100,7 @@ class CrossEntropy:
                 x = x.to_local()
 
         call = _Call(scale, torch.is_grad_enabled(), first_id, group)
-        loss: Tensor = _Loss.apply(x.flatten(0, 1), weight, labels.flatten(), self, call)
-        return loss
+        return _Loss.apply(x.flatten(0, 1), weight, labels.flatten(), self, call)
 
     def _take(self, logits: Tensor, labels: Tensor, call: _Call, *, piece_logits: int) -> Tensor:
         """Return the loss of `labels` [N] for `logits` [N, V].

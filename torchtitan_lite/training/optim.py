@@ -138,6 +138,6 @@ def step_unless(optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
     it on the device if it can, else it is read here."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # set as GradScaler does
-        optimizer.step()
-    elif not found_inf.item():
-        optimizer.step()
+    elif found_inf.item():
+        return
+    optimizer.step()

@@ -124,6 +124,10 @@ class Trainer:
             from torchtitan_lite.float8.numerics import NumericsMonitor
 
             self.numerics = NumericsMonitor(self.model, linears, device=self.device)
+        if self.config.checkpoint.last_save_in_hf:
+            from torchtitan_lite.checkpoint import hf_export
+
+            self.hf_export = hf_export  # for the end, when the installed sources may be others
         if self.config.validation.prompts:
             from .samples import Samples
 
