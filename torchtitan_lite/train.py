@@ -94,11 +94,11 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
 
     # Derive the job, the single source of truth from here on.
     job, tokenizer = prepare_job(config, device=device, resume=resume)
-    on_rank0(lambda: folder.write_config(job.to_toml()))
+    on_rank0(lambda: folder.write_config(job.config.to_toml()))
     if config.job.description:
         logger.info(config.job.description)
     if config.job.print_config:
-        logger.info(f"config:\n{job.to_toml()}")
+        logger.info(f"config:\n{job.config.to_toml()}")
 
     trainer = Trainer(
         job,

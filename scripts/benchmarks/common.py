@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtitan_lite.base.errors import ConfigError, RunError
-from torchtitan_lite.config import Config, dump_config
+from torchtitan_lite.config import Config
 from torchtitan_lite.tools.doctor import device_name
 
 STEP_LINE = re.compile(r"\bstep:?\s+(\d+)(?:/\d+)?\s+loss:?\s+([\d.]+)")
@@ -169,7 +169,7 @@ def run_config(
     there are none if the program does not write metrics.jsonl."""
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
         path = Path(folder)
-        (path / "config.toml").write_text(dump_config(config))
+        (path / "config.toml").write_text(config.to_toml())
         words = [*program, "--job.config_file", str(path / "config.toml")]
         words += ["--job.dump_folder", str(path / "run")]
 

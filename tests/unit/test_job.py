@@ -63,7 +63,7 @@ def test_degrees_batches_and_shares_follow_from_the_config():
     assert hparams["float8"] == "off"
 
 
-# ----- choose, to_toml, hparams -----
+# ----- choose, hparams -----
 def test_chosen_values_are_written_and_load_again(tmp_path):
     job = job_of(activation_checkpoint={"mode": "auto"})
     chosen = job.choose("activation_checkpoint", mode="selective", selective_ac_option="2")
@@ -71,5 +71,5 @@ def test_chosen_values_are_written_and_load_again(tmp_path):
     assert chosen.hparams()["activation_checkpoint"] == "selective 2"
 
     path = tmp_path / "config.toml"
-    path.write_text(chosen.to_toml())
+    path.write_text(chosen.config.to_toml())
     assert load_config(["--job.config_file", str(path)], world_size=1) == chosen.config

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.config import Config, dump_config, load_config, shared_settings
+from torchtitan_lite.config import Config, load_config, shared_settings
 from torchtitan_lite.config.keys import KEYS, TABLES
 from torchtitan_lite.config.sections import (
     DatasetConfig,
@@ -177,9 +177,9 @@ def test_expand_user_is_called_for_every_path(key, run_toml, monkeypatch):
 
     monkeypatch.setenv("HOME", "/home/me")
     run_toml.write_text(setting("~/x"))
-    assert '"/home/me/x"' in dump_config(load()) and "~" not in dump_config(load())
+    assert '"/home/me/x"' in load().to_toml() and "~" not in load().to_toml()
     run_toml.write_text(setting("x/~"))
-    assert '"x/~"' in dump_config(load())
+    assert '"x/~"' in load().to_toml()
 
     # Another user's home that does not exist, and a process without a home.
     run_toml.write_text(setting("~nobody-here/x"))
@@ -237,7 +237,7 @@ def test_load_config_takes_junk_or_names_its_key(table, run_toml):
     assert unnamed == []
 
 
-# ----- dump_config, load_config -----
+# ----- Config.to_toml, load_config -----
 
 
 # Without ~, which is expanded in paths.
@@ -296,7 +296,7 @@ def inline_toml(value: object) -> str:
 )
 @given(config=st.fixed_dictionaries({}, optional=SETTINGS).map(build_config))
 def test_a_dump_and_a_command_line_load_to_the_same_config(config, run_toml):
-    run_toml.write_text(dump_config(config), encoding="utf-8", newline="")
+    run_toml.write_text(config.to_toml(), encoding="utf-8", newline="")
     assert load() == config
     words = []
     for table, values in config.model_dump(exclude_none=True).items():
@@ -306,7 +306,7 @@ def test_a_dump_and_a_command_line_load_to_the_same_config(config, run_toml):
 
 
 def test_a_dump_leaves_out_what_is_unset():
-    text = dump_config(Config())
+    text = Config().to_toml()
     assert "dataset_path" not in text
     assert text.startswith('[job]\ndump_folder = "./outputs"\n')
     assert '[compile]\nenable = false\ncomponents = [\n    "model",\n    "loss",\n]\n' in text

@@ -44,9 +44,8 @@ from .resume import Resume, new_disk_group, verify
 
 
 class Checkpointer:
-    """Saves and loads model, optimizer and progress in `folder`.
-
-    `load`, `load_weights` and `save` are collective."""
+    """Saves and loads model, optimizer and progress in `folder`. `load`, `load_weights` and `save`
+    are collective."""
 
     def __init__(
         self,
@@ -65,7 +64,6 @@ class Checkpointer:
         self._device, self._manifest, self._stages = device, manifest, stages
         self.folder = folder
         self.saves = settings.enable and not settings.load_only
-        """Whether the run saves checkpoints."""
         self.last_saved: Path | None = None
         """The last checkpoint that is known to be complete."""
         self.group: dist.ProcessGroup | None = None

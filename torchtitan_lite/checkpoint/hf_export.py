@@ -33,8 +33,7 @@ from .reading import SafeReader
 from .state import PREFIX
 
 FRAME = {"add_bos_token": True, "add_eos_token": False}
-"""Settings of an exported tokenizer. As in training, a text begins with BOS; EOS would end a
-prompt."""
+"""Settings of an exported tokenizer: BOS begins a text, as in training; EOS would end a prompt."""
 
 
 def export_hf(

@@ -12,7 +12,6 @@ from . import (
     Config,
     ParallelDegrees,
     Stages,
-    dump_config,
     resolve_batch,
     resolve_degrees,
     resolve_model,
@@ -80,10 +79,6 @@ class Job:
         """Return the job with `values` in place of the "auto" values of a table."""
         section = getattr(self.config, table).model_copy(update=values)
         return dataclasses.replace(self, config=self.config.model_copy(update={table: section}))
-
-    def to_toml(self) -> str:
-        """Return the resolved config as TOML."""
-        return dump_config(self.config)
 
     def layout(self) -> str:
         """Return the degrees and the batch, for the log."""

@@ -1,9 +1,7 @@
-"""Load a Config from a TOML file and the command line, reporting all errors at once; write it as
-TOML."""
+"""Load a Config from a TOML file and the command line, reporting all errors at once."""
 
 from collections.abc import Mapping
 
-import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -63,11 +61,6 @@ def shared_settings(config: Config) -> dict[str, str]:
         }
     )
     return {name: show(value) for name, value in flat_config(tables).items()}
-
-
-def dump_config(config: Config) -> str:
-    """Return the config as TOML that loads to an equal Config. Unset keys are left out."""
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def _validate(settings: Layer) -> Config:

@@ -6,6 +6,7 @@ docs/config.md. run_sections.py has the sections about the run: its folder, chec
 
 from typing import Annotated, Any, Literal
 
+import tomli_w
 from pydantic import Field, Strict
 
 from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Recipe
@@ -292,3 +293,7 @@ class Config(Section):
     profiling: ProfilingConfig = ProfilingConfig()
     comm: CommConfig = CommConfig()
     debug: DebugConfig = DebugConfig()
+
+    def to_toml(self) -> str:
+        """Return the config as TOML that loads to an equal Config. Unset keys are left out."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))

@@ -34,13 +34,13 @@ def resolve_auto(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> J
     linear faster, it is off in the result. Raises ConfigError if [float8] filter_fqns = ["auto"]
     needs a data sheet and there is none.
     """
-    float8, ac, before = job.config.float8, job.config.activation_checkpoint, job.to_toml()
+    float8, ac, before = job.config.float8, job.config.activation_checkpoint, job.config.to_toml()
     chooses_linears = float8.enable_float8_linear and AUTO in float8.filter_fqns
     sharding = job.config.parallelism
     if AUTO in (ac.mode, sharding.fsdp_reshard_after_forward, sharding.fsdp_reduce_gradients):
         work = choose_work(job, device=device, memory_gib=memory_gib)
         job, reserved_gib = work.job, work.reserved_gib
-        values = ", ".join(config_changes(before, job.to_toml()))
+        values = ", ".join(config_changes(before, job.config.to_toml()))
         fits = "the fastest that fits" if reserved_gib <= memory_gib else "the smallest, too large"
         stand_in = "" if device else f" (times of an {STAND_IN})"
         memory = f"{reserved_gib:.1f} of {memory_gib:.1f} GiB"

@@ -36,7 +36,7 @@ def check_resume(resume: Resume, job: Job) -> None:
     """Raise CheckpointError for a checkpoint of another model. Log the config's changes since."""
     saved = resume.manifest
     check_model(saved.model, asdict(job.model_args), path=resume.path)
-    for change in config_changes(saved.config, job.to_toml()):
+    for change in config_changes(saved.config, job.config.to_toml()):
         logger.info(f"since step {saved.progress.step}: {change}")
 
 
@@ -99,7 +99,7 @@ def build_loaded_model(
         world_size=job.degrees.world_size,
         mesh=asdict(job.degrees),
         model=asdict(job.model_args),
-        config=job.to_toml(),
+        config=job.config.to_toml(),
     )
     checkpointer = Checkpointer(
         built.model,
@@ -150,7 +150,7 @@ def build_metrics(
         rank=dist.get_rank(),
         total_steps=total_steps,
         resume_step=progress.step,
-        config_toml=job.to_toml(),
+        config_toml=job.config.to_toml(),
         hparams=job.hparams(),
         has_numerics=config.float8.log_numerics_freq > 0,
     )
