@@ -50,8 +50,8 @@ from torchtitan_lite.training.trainer import Trainer
 def run(config: Config, *, parent: int | None) -> int:
     """Train with `config` in this process, which `parent` has started. Return the exit code."""
     folder = RunFolder(Path(config.job.dump_folder))
-    timeout_s = config.comm.init_timeout_seconds
-    watchdog = Watchdog(report=folder.fail, timeout_s=timeout_s, parent=parent)
+    watchdog = Watchdog(report=folder.fail, parent=parent)
+    watchdog.timeout_s = config.comm.init_timeout_seconds
     try:
         stopped_by = join_and_train(config, watchdog, folder)
     except Exception as caught:
@@ -100,13 +100,9 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
     if config.job.print_config:
         logger.info(f"config:\n{job.config.to_toml()}")
 
+    own_folder = folder if dist.get_rank() == 0 else None
     trainer = Trainer(
-        job,
-        tokenizer,
-        device=device,
-        run_folder=folder if dist.get_rank() == 0 else None,
-        resume=resume,
-        watchdog=watchdog,
+        job, tokenizer, device=device, run_folder=own_folder, resume=resume, watchdog=watchdog
     )
     stopped_by = trainer.train()
     finish(trainer, stopped_by=stopped_by)

@@ -302,12 +302,14 @@ def test_the_agent_is_told_of_one_node_and_of_several():
         at = {"host": host, "port": port, "node_rank": 0, "nnodes": 1, "timeout_s": 9}
         store = {**at, "listener": listener.fileno()}
         spec = asked(MAX_RESTARTS="3").agent_spec(listener, timeout_s=9)
-    assert spec == {"store": store, "ngpu": 2, "max_restarts": 3}
+    words = ["--job.config_file", "debug_model"]
+    assert spec == {"words": words, "store": store, "ngpu": 2, "max_restarts": 3}
     assert host == "127.0.0.1"
 
     spec = asked(**NODES | {"RDZV_ENDPOINT": "[::1]:29500"}).agent_spec(None, timeout_s=9)
     store = {"host": "::1", "port": 29500, "node_rank": 1, "nnodes": 2, "listener": None}
-    assert spec == {"store": store | {"timeout_s": 9}, "ngpu": 8, "max_restarts": 0}
+    store["timeout_s"] = 9
+    assert spec == {"words": words, "store": store, "ngpu": 8, "max_restarts": 0}
 
 
 @pytest.mark.parametrize("dualstack", [True, False])
@@ -579,7 +581,7 @@ TRAIN = [sys.executable, "-m", "torchtitan_lite", "train"]
 @pytest.mark.parametrize(("worker", "exit_code"), [("kill -9 $$", 6), ("exit 0", 0)])
 def test_the_exit_code_is_the_failed_workers(worker, exit_code, tmp_path):
     executable(tmp_path / "worker", f"#!/bin/sh\necho heard $4 $5; echo too >&2; {worker}\n")
-    config_file = launch.DEFAULT_CONFIG
+    config_file = "debug_model"
     env = {"PYTHON_EXEC": str(tmp_path / "worker"), "NGPU": "1", "CONFIG_FILE": config_file}
     env = os.environ | env
     command = [*TRAIN, f"--job.dump_folder={tmp_path}/run"]

@@ -25,7 +25,7 @@ def test_clean_escapes_what_controls_a_terminal():
     assert clean(HOSTILE) == CLEAN and clean(CLEAN) == CLEAN
 
 
-# ----- run_script, clean_output -----
+# ----- run_script -----
 
 
 @pytest.mark.parametrize(

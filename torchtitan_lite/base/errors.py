@@ -8,8 +8,9 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 
-from .terminal import clean_output
+from .terminal import cleaned
 
 STOPPED_EXIT_CODE = 75
 """Exit code of a run that a signal or its time limit has stopped, saved if checkpoints are on
@@ -71,7 +72,7 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
     What is printed is cleaned, and goes nowhere if its stream is closed. A RunError, and an OSError
     of a file or of standard output, is one line. Ctrl-C exits with 130."""
     _open_standard_streams()
-    with clean_output():
+    with redirect_stdout(cleaned(sys.stdout)), redirect_stderr(cleaned(sys.stderr)):
         try:
             code = main(sys.argv[1:])
             print(end="", flush=True)

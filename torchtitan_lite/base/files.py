@@ -22,10 +22,8 @@ READ_BYTES = 1 << 20
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write `content` to a file atomically and durably.
-
-    Readers find the old file or the new one, never a part of it, also after a crash. The new one is
-    on disk when this returns. Raises OSError, leaving the old file."""
+    """Write `content` to a file atomically and durably: a crash leaves the old file or the new one,
+    which is on disk when this returns. Raises OSError, leaving the old file."""
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with draft.open("wb") as stream:

@@ -6,10 +6,8 @@ from collections.abc import Collection, Sequence
 def format_columns(
     rows: Sequence[Sequence[str]], *, right: Collection[int] = (), markdown: bool = False
 ) -> str:
-    """Format `rows` of cells, headings first, as lines with columns of equal width.
-
-    Columns whose index is in `right` are aligned to the right, the others to the left. `markdown`
-    adds the bars and the rule of a Markdown table.
+    """Format `rows` of cells, headings first, as lines with columns of equal width: those whose
+    index is in `right` are aligned to the right. `markdown` adds the bars and the rule of a table.
     """
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]

@@ -5,9 +5,6 @@ launcher's are cleaned here, so that no code that makes a message has to remembe
 """
 
 import io
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO, cast
 
 
@@ -34,13 +31,6 @@ class CleanStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-@contextmanager
-def clean_output() -> Iterator[None]:
-    """Clean what the block prints."""
-    with redirect_stdout(cleaned(sys.stdout)), redirect_stderr(cleaned(sys.stderr)):
-        yield
 
 
 def cleaned(stream: TextIO | None) -> TextIO:

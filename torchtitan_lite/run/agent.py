@@ -1,8 +1,8 @@
 """The elastic agent of this node: starts the workers, and starts them again after a failure.
 
-`run.supervise` starts it as `python -m torchtitan_lite.run.agent SPEC WORDS...`.
-SPEC is JSON with these keys; WORDS are the arguments of `torchtitan_lite.train`.
+`run.supervise` starts it as `python -m torchtitan_lite.run.agent SPEC`. SPEC is JSON:
 
+  words         arguments of `torchtitan_lite.train`
   store         arguments of `open_store`
   ngpu          workers to start
   max_restarts  how often all workers are started again
@@ -49,12 +49,6 @@ class NodeRendezvous(StaticTCPRendezvous):
     """The nodes meet in a store that is open already, with the numbers that they were given.
 
     Unlike c10d's rendezvous it unpickles nothing: whoever reaches c10d's store runs code here."""
-
-    def __init__(self, store: dist.Store, name: str, at: dict[str, Any]) -> None:
-        """`at` has the arguments of the `open_store` that returned the first two."""
-        nodes, timeout = at["nnodes"], at["timeout_s"]
-        super().__init__(at["host"], at["port"], at["node_rank"], nodes, name, timeout)
-        self._store = store
 
     def get_backend(self) -> str:
         """Return the name under which torch knows this class."""
@@ -112,13 +106,15 @@ def open_store(
     return store, name
 
 
-def run_workers(spec: dict[str, Any], words: list[str]) -> None:
+def run_workers(spec: dict[str, Any]) -> None:
     """Run the workers until they are done. Raises ChildFailedError if a worker of this node failed,
     RankLostError if other nodes do not come."""
     # torch makes a rendezvous by the name of its kind.
     at = spec["store"]
     store, name = open_store(**at)
-    nodes = NodeRendezvous(store, name, at)
+    place = (at["host"], at["port"], at["node_rank"], at["nnodes"])
+    nodes = NodeRendezvous(*place, name, at["timeout_s"])
+    nodes._store = store
     rendezvous_handler_registry.register(BACKEND, lambda _: nodes)
 
     # Start the workers, and wait for them.
@@ -135,7 +131,7 @@ def run_workers(spec: dict[str, Any], words: list[str]) -> None:
     )
     python = os.environ.get("PYTHON_EXEC", sys.executable)  # as under torchrun
     try:
-        launch_agent(config, python, ["-u", "-m", "torchtitan_lite.train", *words])
+        launch_agent(config, python, ["-u", "-m", "torchtitan_lite.train", *spec["words"]])
     except dist.DistError as error:
         raise RankLostError(
             f"not all of NNODES={at['nnodes']} nodes have come within [comm] init_timeout_seconds "
@@ -145,7 +141,7 @@ def run_workers(spec: dict[str, Any], words: list[str]) -> None:
 
 def main() -> None:
     """Run the workers until they are done. Exit code 1 if they fail."""
-    spec, words = json.loads(sys.argv[1]), sys.argv[2:]
+    spec = json.loads(sys.argv[1])
     # Stop and save, as after SIGTERM, when the launcher is gone: nobody else would stop the run.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != spec["launcher"]:
@@ -156,7 +152,7 @@ def main() -> None:
     # torch shows the workers' stderr on sys.stderr. Its loggers keep the stream of its import.
     with os.fdopen(spec["terminal"], "w", buffering=1) as terminal, redirect_stderr(terminal):
         try:
-            run_workers(spec, words)
+            run_workers(spec)
         except (ChildFailedError, RunError) as error:
             os.write(spec["failure"], json.dumps(describe(error)).encode())
             if isinstance(error, RunError):

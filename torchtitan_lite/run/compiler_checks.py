@@ -4,14 +4,13 @@ without importing torch."""
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from torchtitan_lite.base.errors import ConfigError
 
 INDUCTOR_CACHE, TRITON_CACHE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 KERNELS_POINTER = "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
-OTHERS_MAY_WRITE = 0o022
 
 
 def check_compiler(env: MutableMapping[str, str], *, compiles: bool, on_gpu: bool) -> None:
@@ -31,8 +30,20 @@ def check_compiler(env: MutableMapping[str, str], *, compiles: bool, on_gpu: boo
     # torch sets it for each kernel that it loads. Adding it then could crash a thread of gloo that
     # reads the environment; changing it cannot.
     env.setdefault(KERNELS_POINTER, "0")
-    if compiles:
-        check_tools(env, on_gpu=on_gpu)
+    if not compiles:
+        return
+
+    # Triton compiles its launchers in C, and Inductor its kernels for CPUs in C++.
+    language, variable, names = "C++", "CXX", ["g++"]
+    if on_gpu:
+        language, variable, names = "C", "CC", ["gcc", "clang"]
+    names = [env[variable]] if variable in env else names
+    if not any(shutil.which(name, path=env.get("PATH")) for name in names):
+        raise ConfigError(
+            f"[compile] enable = true needs a {language} compiler, and there is no "
+            f"{' or '.join(names)}; install one, name it in {variable}, or set [compile] enable = "
+            "false."
+        )
 
 
 def find_problem(path: Path) -> str:
@@ -47,22 +58,7 @@ def find_problem(path: Path) -> str:
         return f"cannot be written: {error}"
     if others := {folder.st_uid, link.st_uid} - {0, own}:
         return f"it belongs to user {min(others)}, not to {own}, and its files run as code"
-    if folder.st_mode & OTHERS_MAY_WRITE:
+    if folder.st_mode & 0o022:
         mode = f"mode {folder.st_mode & 0o777:o}"
         return f"{mode} lets others write files in it, which run as code (chmod go-w, if none did)"
     return ""
-
-
-def check_tools(env: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Raise ConfigError unless there is the C or C++ compiler that torch.compile needs."""
-    # Triton compiles its launchers in C, and Inductor its kernels for CPUs in C++.
-    language, variable, names = "C++", "CXX", ["g++"]
-    if on_gpu:
-        language, variable, names = "C", "CC", ["gcc", "clang"]
-    names = [env[variable]] if variable in env else names
-    if not any(shutil.which(name, path=env.get("PATH")) for name in names):
-        raise ConfigError(
-            f"[compile] enable = true needs a {language} compiler, and there is no "
-            f"{' or '.join(names)}; install one, name it in {variable}, or set [compile] enable = "
-            "false."
-        )

@@ -4,9 +4,6 @@ It checks environment and config within a second, without importing torch. Then 
 forwards signals, and reports how the run ended. The agent is torch's elastic agent: it starts and
 restarts one worker, torchtitan_lite.train, per rank. It needs its own process, because torch
 replaces all signal handlers and waits for other nodes in C++, where no Python handler runs.
-
-How a run ended is what its status.json says, which its ranks write. The launcher adds to that only
-if no rank could: all were killed, or none has opened the run folder.
 """
 
 import os
@@ -22,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torchtitan_lite.base.errors import STOPPED_EXIT_CODE as STOPPED
-from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError
+from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RankLostError, RunError
 from torchtitan_lite.config import load_config
 
 from .compiler_checks import check_compiler
@@ -53,7 +49,6 @@ later; the last checkpoint stays.
 Exit codes: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage,
 1 unexpected, 75 stopped on a signal or at the time limit, and saved where checkpoints are enabled.
 """
-DEFAULT_CONFIG = "debug_model"
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
@@ -63,8 +58,7 @@ class Launch:
 
     def __init__(self, env: Mapping[str, str], overrides: Sequence[str]) -> None:
         self.gpus = gpus = count_cuda_devices(env)
-        self.config_file = env.get("CONFIG_FILE") or DEFAULT_CONFIG
-        self.words = ["--job.config_file", self.config_file, *overrides]
+        self.words = ["--job.config_file", env.get("CONFIG_FILE") or "debug_model", *overrides]
         self.ngpu = read_count(env, "NGPU", gpus or 2, minimum=1)
         self.max_restarts = read_count(env, "MAX_RESTARTS", 0, minimum=0)
         self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus)
@@ -96,7 +90,8 @@ class Launch:
             "listener": None if listener is None else listener.fileno(),
             "timeout_s": timeout_s,
         }
-        return {"store": store, "ngpu": self.ngpu, "max_restarts": self.max_restarts}
+        counts = {"ngpu": self.ngpu, "max_restarts": self.max_restarts}
+        return {"words": self.words, "store": store, **counts}
 
 
 def read_worker_env(env: Mapping[str, str], *, ngpu: int, gpus: int) -> dict[str, str]:
@@ -179,7 +174,7 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
         return end.cause, end.cause_code, end.rank
     if end.signalled and status is None:
         name = signal.Signals(end.signalled).name
-        return f"stopped by {name} before the first step", STOPPED, None
+        return f"stopped by {name} before the first step", STOPPED_EXIT_CODE, None
     if end.signalled:
         return "killed before it could stop at a step's end", RankLostError.exit_code, None
     if end.exit_code < 0:
@@ -222,13 +217,9 @@ def main(argv: list[str]) -> NoReturn:
     path = Path(config.job.dump_folder)
     log_dir = make_log_folder(path)
     since = time.time()
-    end = run_agent(
-        launch.agent_spec(listener, timeout_s=config.comm.init_timeout_seconds),
-        launch.words,
-        env=os.environ | launch.worker_env,
-        log_dir=log_dir,
-        listener=listener,
-    )
+    spec = launch.agent_spec(listener, timeout_s=config.comm.init_timeout_seconds)
+    env = os.environ | launch.worker_env
+    end = run_agent(spec, env=env, log_dir=log_dir, listener=listener)
     if end.exit_code == 0:
         sys.exit()
     sys.exit(report_end(launch, end, path=path, log_dir=log_dir, since=since))

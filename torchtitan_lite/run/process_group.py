@@ -45,9 +45,8 @@ def connect_store(timeout_s: float) -> dist.Store:
     """Connect to the store of torchrun's job, where ranks meet. An answer may take `timeout_s`, and
     never comes from a server that is stopped. One connection serves one thread at a time.
 
-    Each start has keys of its own, and each of its attempts, because the store still holds what the
-    attempt before left there, such as the addresses of its process group. A process that was
-    started alone, as by `bench`, needs no port and gets a store of its own."""
+    Each start has keys of its own, and each of its attempts: those of the attempt before stay in
+    the store. A process that was started alone, as by `bench`, gets a store without a port."""
     if "MASTER_ADDR" not in os.environ and read_rank()[1] == 1:
         return dist.HashStore()
     start = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -57,9 +56,8 @@ def connect_store(timeout_s: float) -> dist.Store:
 
 
 def check_started_alike(facts: Mapping[str, str]) -> None:
-    """Raise ConfigError on every rank unless all of them have the same `facts`, values by name. A
-    collective call. Ranks that differ would train garbage, or hang in a collective that not all of
-    them enter."""
+    """Raise ConfigError on every rank unless all have the same `facts`, values by name. Collective:
+    ranks that differ would train garbage, or hang."""
     answers = on_all_ranks(lambda: (socket.gethostname(), facts))
     if differences := describe_differences(answers):
         fix = "start every node with the same config, command line and installation."
@@ -91,15 +89,10 @@ def init_distributed(comm: CommConfig) -> torch.device:
 
     if local_world_size() == world_size:
         stay_on_loopback()
-    timeout = comm.init_timeout_seconds
-    dist.init_process_group(
-        backend,
-        store=connect_store(timeout),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
-    set_timeouts(timeout)
+    store = connect_store(comm.init_timeout_seconds)
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    set_timeouts(comm.init_timeout_seconds)
     return device
 
 

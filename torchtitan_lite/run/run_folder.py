@@ -24,7 +24,6 @@ from .status import STATUS_FILE, Status, explained, job_name, read_status, time_
 RESTARTED = {RunError.exit_code, RankLostError.exit_code, StorageError.exit_code}
 """Exit codes after which torchrun's restart makes sense. After others the run would fail again, or
 the user has stopped it."""
-CONFIG_FILE = "config.toml"
 LOCK_FILE = ".lock"
 STAYS = {LOCK_FILE, SAVE_REQUEST, "logs", "previous"}
 """Of RUN_FILES, what a later run does not move."""
@@ -50,10 +49,9 @@ class RunFolder:
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path)
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            return False
         earlier = read_status(self.path)
-        if earlier is None or earlier.job != job_name(os.getppid()):
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if not restarted or earlier is None or earlier.job != job_name(os.getppid()):
             return False
 
         if earlier.exit_code and earlier.exit_code not in RESTARTED:
@@ -90,8 +88,7 @@ class RunFolder:
         """Set the status to "running", with the progress of the run `before`."""
         status = Status("running", self.started, time.time(), job=job_name(os.getppid()))
         if before is not None:
-            last = before.last_checkpoint
-            status = replace(status, step=before.step, last_checkpoint=last)
+            status = replace(status, step=before.step, last_checkpoint=before.last_checkpoint)
         write_status(self.path, status)
         self._begun = True
 
@@ -108,7 +105,7 @@ class RunFolder:
     def write_config(self, text: str) -> None:
         """Replace config.toml by `text`."""
         with explained(self.path):
-            replace_file(self.path / CONFIG_FILE, text)
+            replace_file(self.path / "config.toml", text)
 
     def update(self, *, step: int, **changes: Any) -> None:
         """Change status.json, unless the run has ended: the first cause stays. Raises StorageError

@@ -23,12 +23,10 @@ class StopSignal:
     """The request of a signal to stop, in the launcher and in each rank.
 
     Made once a process, on the main thread. Signals that the process ignores stay ignored, as under
-    nohup. A second signal calls `kill`.
-    """
+    nohup. A second signal calls `kill`."""
 
     def __init__(self, kill: Callable[[], None]) -> None:
-        self.received = 0
-        """Number of the first signal that asked to stop; 0 if none has."""
+        self.received = 0  # number of the first signal that asked to stop; 0 if none has
 
         # Python runs a handler between two bytecodes of the main thread, which may wait minutes for
         # a collective. The interpreter's own C handler writes each signal's number to this pipe at

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,21 +52,16 @@ def listen(endpoint: str) -> socket.socket:
 
 
 def run_agent(
-    spec: dict[str, Any],
-    words: Sequence[str],
-    *,
-    env: dict[str, str],
-    log_dir: Path,
-    listener: socket.socket | None,
+    spec: dict[str, Any], *, env: dict[str, str], log_dir: Path, listener: socket.socket | None
 ) -> AgentEnd:
-    """Run the agent with `env`, `words` and `spec` in its own session, so that Ctrl-C reaches only
-    this process, and wait for its end. It takes over `listener`."""
+    """Run the agent with `env` and `spec` in its own session, so that Ctrl-C reaches only this
+    process, and wait for its end. It takes over `listener`."""
     failure, failure_writer = os.pipe()
     passed = {"terminal": os.dup(2), "failure": failure_writer}
     spec = {**spec, **passed, "log_dir": str(log_dir), "launcher": os.getpid()}
     with (log_dir / "torchrun.log").open("wb") as log:
         agent = subprocess.Popen(
-            [*AGENT, json.dumps(spec), *words],
+            [*AGENT, json.dumps(spec)],
             env=env,
             stdin=subprocess.DEVNULL,
             stderr=log,

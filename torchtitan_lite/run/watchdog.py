@@ -37,12 +37,7 @@ from types import CodeType
 
 import torch.distributed as dist
 
-from torchtitan_lite.base.errors import (
-    STOPPED_EXIT_CODE,
-    RankLostError,
-    RunError,
-    StorageError,
-)
+from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, RankLostError, RunError, StorageError
 from torchtitan_lite.base.files import DISK_FULL, storage_fix
 from torchtitan_lite.base.logger import logger
 
@@ -80,19 +75,14 @@ class Watchdog:
     """The threads, and the main thread's way to ask about other ranks and to report to them.
 
     Made once a process, on the main thread. `parent` is the process that started this one, before
-    slow imports. Before a thread ends the process it calls `report` with the cause and the step.
-    """
+    slow imports. Before a thread ends the process it calls `report` with the cause and the step."""
 
     def __init__(
-        self,
-        *,
-        report: Callable[[RankLostError, int], None],
-        timeout_s: float = math.inf,
-        parent: int | None = None,
+        self, *, report: Callable[[RankLostError, int], None], parent: int | None = None
     ) -> None:
         self._rank, self._world_size = read_rank()
         self._report = report
-        self.timeout_s = timeout_s  # current time-out of collectives
+        self.timeout_s = math.inf  # current time-out of collectives
         self.stop_signal = StopSignal(kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
         self.deadline, self.deadline_cause = math.inf, ""  # Unix seconds; asks to stop as a signal
         self.step, self._phase = 0, "start"
@@ -246,8 +236,8 @@ class Watchdog:
         place = "at the end of the process"
         if frame := sys._current_frames().get(self._main_thread):
             place = self._failed_in or describe_place(frame.f_code, frame.f_lineno)
-        pid, host = os.getpid(), socket.gethostname()
-        return Heartbeat(pid, host, time.time(), self.step, self._phase, place)
+        host = socket.gethostname()
+        return Heartbeat(os.getpid(), host, time.time(), self.step, self._phase, place)
 
 
 def read(store: dist.Store, key: str) -> str:
