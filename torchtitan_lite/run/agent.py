@@ -77,33 +77,32 @@ def open_store(
         served.set(START_KEY, json.dumps([name, nnodes]))
         return served, name
 
-    def join() -> tuple[dist.Store, str, int, int]:
+    at = f"RDZV_ENDPOINT={host}:{port}"
+
+    def join() -> tuple[dist.Store, str]:
         store = dist.TCPStore(host, port, timeout=timeout)
         name, started = json.loads(store.get(START_KEY))
-        same = store.add(f"{name}/node {node_rank}", 1) if started == nnodes else 0
-        return store, name, started, same
+        if started != nnodes:
+            raise ConfigError(
+                f"NNODES={nnodes} on node {node_rank}, but node 0 at {at} was started with "
+                f"NNODES={started}; start all nodes alike, or name another port."
+            )
+        if store.add(f"{name}/node {node_rank}", 1) > 1:
+            raise ConfigError(
+                f"NODE_RANK={node_rank}: the run of {at} has had this node already; give each node "
+                "its own NODE_RANK, and each run its own port, or start all nodes again."
+            )
+        return store, name
 
     # A server that accepts connections and does not answer would block this thread for ever.
-    at = f"RDZV_ENDPOINT={host}:{port}"
     try:
-        store, name, started, same = futures.ThreadPoolExecutor(1).submit(join).result(timeout_s)
+        return futures.ThreadPoolExecutor(1).submit(join).result(timeout_s)
     except (futures.TimeoutError, dist.DistError) as error:
         raise RankLostError(
             f"{at}: no node 0 answers there within [comm] init_timeout_seconds = {timeout_s:g}; "
             "start it with NODE_RANK=0 and the same RDZV_ENDPOINT, and open the port between the "
             "nodes."
         ) from error
-    if started != nnodes:
-        raise ConfigError(
-            f"NNODES={nnodes} on node {node_rank}, but node 0 at {at} was started with "
-            f"NNODES={started}; start all nodes alike, or name another port."
-        )
-    if same > 1:
-        raise ConfigError(
-            f"NODE_RANK={node_rank}: the run of {at} has had this node already; give each node its "
-            "own NODE_RANK, and each run its own port, or start all nodes again."
-        )
-    return store, name
 
 
 def run_workers(spec: dict[str, Any]) -> None:

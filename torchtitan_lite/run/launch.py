@@ -77,8 +77,7 @@ class Launch:
             )
 
     def agent_spec(self, listener: socket.socket | None, *, timeout_s: float) -> dict[str, Any]:
-        """Return what the agent is told to do. `listener` is the socket at which node 0 serves the
-        run's store."""
+        """Return the agent's SPEC. `listener` is node 0's socket for the run's store."""
         host, _, port = self.endpoint.rpartition(":")
         if listener is not None:
             port = listener.getsockname()[1]

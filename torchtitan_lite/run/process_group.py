@@ -20,9 +20,8 @@ NCCL_EXTRA_SECONDS = 30
 
 
 def read_rank() -> tuple[int, int]:
-    """Return this process's rank and the number of processes, which torchrun sets.
-
-    Raises ConfigError outside torchrun."""
+    """Return this process's rank and the number of processes. Raises ConfigError outside torchrun,
+    which sets them."""
     try:
         rank, world_size, *_ = (
             int(os.environ[name])

@@ -34,8 +34,7 @@ class AgentEnd:
 
 def listen(endpoint: str) -> socket.socket:
     """Return the socket at which node 0 serves the run's store: at the port of `endpoint`,
-    host:port, on all interfaces; for "", a run on one node, at a free port of the loopback
-    interface. Raises ConfigError."""
+    host:port, on all interfaces; for "" (one node) at a free loopback port. Raises ConfigError."""
     if not endpoint:
         return socket.create_server(("127.0.0.1", 0))
     port = int(endpoint.rpartition(":")[2])
