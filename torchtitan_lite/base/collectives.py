@@ -15,7 +15,7 @@ T = TypeVar("T")
 def on_rank0(make: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
     """Run `make` on rank 0 only, and return its result on every rank. A RunError is raised on every
     rank."""
-    outcome = [_outcome(make) if dist.get_rank() == 0 else None]
+    outcome: list[Any] = [_outcome(make) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(outcome, group=group)
     if isinstance(outcome[0], RunError):
         raise outcome[0]
