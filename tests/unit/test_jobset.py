@@ -41,7 +41,7 @@ def test_jobset_makes_each_pod_a_node_of_one_run(jobset):
         # A pod's host name is JOBSET-JOB-REPLICA-INDEX, and the subdomain the JobSet's.
         assert run.endpoint.partition(":")[0] == f"{name}-{nodes['name']}-0-0.{name}"
         assert run.ngpu == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert find_config(run.config_file).is_file()
+    assert find_config(run.words[1]).is_file()
     config = load_config(run.words, world_size=run.nnodes * run.ngpu)
     assert config.checkpoint.enable
 
