@@ -33,8 +33,7 @@ def _move(roofline: Roofline, nbytes: float, kind: str) -> float:
 
 def _attention(roofline: Roofline, kernel: str) -> float:
     """Seconds of a layer."""
-    at = replace(roofline, attention_kernel=kernel)
-    return at.attention_s() / at.job.model_args.n_layers
+    return roofline.attention_s(kernel) / roofline.job.model_args.n_layers
 
 
 PREDICTED: dict[str, Callable[[Roofline, Mapping[str, int]], float]] = {

@@ -78,6 +78,12 @@ CASTS = {
 class OthersRoofline(Roofline):
     """The recipes as they run elsewhere."""
 
+    attention = "cudnn"
+
+    @property
+    def runs_attention_in(self) -> str:
+        return self.attention
+
     @property
     def casts(self) -> Casts:
         theirs = CASTS.get(self.job.config.float8.recipe_name)
@@ -88,6 +94,7 @@ class TorchtitanRoofline(OthersRoofline):
     """torchtitan up to v0.2: rotary embeddings as complex numbers, which the compiler leaves to
     eager kernels in float32; repeated key-value heads; a loss on float32 logits, eager in 2024."""
 
+    attention = "flash"
     loss_bytes = 12  # per logit, compiled
 
     def pointwise_s(self) -> float:
@@ -239,12 +246,12 @@ def _prepare(run: PublishedRun) -> tuple[Workload, Roofline, float]:
     work = build_workload(job)
     tokens = job.batch.global_batch_size * job.config.training.seq_len / job.degrees.world_size
     if "NeMo" in run.framework:
-        nemo = OthersRoofline(device, rates_of(device), job, work.recomputed, "cudnn")
+        nemo = OthersRoofline(device, rates_of(device), job, work.recomputed)
         return work, nemo, tokens
     early = run.compiled is False or "2024" in run.framework
     theirs = EarlyRoofline if early else TorchtitanRoofline
     rates = replace(rates_of(device), **OLD_ATTENTION.get(device.architecture, {}))
-    return work, theirs(device, rates, job, work.recomputed, "flash"), tokens
+    return work, theirs(device, rates, job, work.recomputed), tokens
 
 
 def format_page() -> str:

@@ -62,4 +62,4 @@ def test_a_device_goes_before_its_architecture_and_that_before_all(
         ("CDNA3", "other", 0.1),
     ):
         device = replace(DEVICE, architecture=architecture, name=name)
-        assert constants.constants_of.__wrapped__(device)["link"].value == value
+        assert constants_of(device)["link"].value == value

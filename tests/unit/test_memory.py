@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.parallel.fsdp import start_microbatch
 from torchtitan_lite.parallel.mesh import build_mesh
 from torchtitan_lite.parallel.parallelize import parallelize
-from torchtitan_lite.planner.memory import RESERVED_RATIO, Moment, job_memory, step_memory
+from torchtitan_lite.planner.memory import RESERVED_RATIO, Moment, step_memory
 from torchtitan_lite.planner.share import Share
+from torchtitan_lite.planner.workload import Workload
 from torchtitan_lite.training.optim import build_optimizer
 
 PLAN = (Path(__file__).parents[2] / "docs/plan.md").read_text()
@@ -329,7 +331,7 @@ def test_step_memory_of_405b_on_512_gpus():
     assert 16 * 2**30 < most.total < 32 * 2**30
 
 
-# ----- job_memory: pipelines -----
+# ----- Pipelines -----
 
 
 @pytest.mark.parametrize(
@@ -338,7 +340,7 @@ def test_step_memory_of_405b_on_512_gpus():
     # for each stage but one.
     [("GPipe", 7), ("1F1B", 4), ("Interleaved1F1B", (4 + 7) / 2)],
 )
-def test_job_memory_of_the_microbatches_in_flight(schedule, in_flight):
+def test_peak_memory_of_the_microbatches_in_flight(schedule, in_flight):
     keys = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": schedule}
     keys |= {"pipeline_parallel_microbatch_size": 1}
     ends = {f"pipeline_parallel_{end}_stage_less_layers": 0 for end in ("first", "last")}
@@ -348,7 +350,8 @@ def test_job_memory_of_the_microbatches_in_flight(schedule, in_flight):
     block = step_memory(build_rank(replace(WIDE, n_layers=1, max_seq_len=TOKENS), batch=1))[0]
     head = 2 * 2 * TOKENS * 256 + 2 * 512 * 256
     ranks = [step_memory(Share(job, (), rank=rank)) for rank in range(4)]
-    assert job_memory(job, ()) == max(ranks, key=lambda of: max(each.total for each in of))
+    highest = max(chain.from_iterable(ranks), key=lambda moment: moment.total)
+    assert Workload(job, [], frozenset()).peak == highest
     moments = [each for each in ranks[0] if each.name == "gradients of the first block"]
     # The backward that is at its first block needs nothing more of its own microbatch. The others
     # keep four blocks, and the output that the stage has sent.

@@ -342,8 +342,8 @@ def test_attention_is_2_matmuls_forward_and_5_backward(kernel, fraction, cp, bos
     seconds = FORWARD_MATMUL / fraction / cp
     again = frozenset({"layers.0.attention", "layers.2.attention", "layers.2.attention.wq"})
     for recomputed, matmuls in ((frozenset(), 4 * 7), (again, 4 * 7 + 2 * 2)):
-        roofline = replace(at, attention_kernel=kernel, recomputed=recomputed)
-        assert roofline.attention_s() == approx(matmuls * seconds)
+        roofline = replace(at, recomputed=recomputed)
+        assert roofline.attention_s(kernel) == approx(matmuls * seconds)
 
 
 def test_runs_attention_in_cudnn_where_that_is_the_fastest_but_no_mask_or_part():

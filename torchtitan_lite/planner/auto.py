@@ -21,10 +21,8 @@ CHECKPOINTING = (
 )
 """Modes of activation checkpointing and their options to choose from. Every second block is
 missing: "op" is faster, and keeps less."""
-SAME_TIME = 1.005
-"""Steps whose times differ by less are taken as equally fast."""
-STAND_IN = "H100 SXM"
-"""The device by which choices are timed where there is no data sheet, as on CPU."""
+SAME_TIME = 1.005  # steps whose times differ by less are taken as equally fast
+STAND_IN = "H100 SXM"  # choices are timed on it where there is no data sheet, as on CPU
 
 
 def resolve_auto(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> Job:
@@ -55,13 +53,9 @@ def resolve_auto(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> J
 
 
 def choose_work(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> Workload:
-    """Return the workload with the values of [activation_checkpoint] mode and [parallelism]
-    fsdp_reshard_after_forward and fsdp_reduce_gradients, in place of "auto", that need the least
+    """Return the workload with the values in place of "auto", but for linears, that need the least
     memory of those that should fit and are as fast as the fastest, and recompute no more; if none
-    fits, the smallest.
-
-    Without a data sheet they are timed on a stand-in: what is recomputed or gathered again takes
-    time on every device."""
+    fits, the smallest."""
     ac, spec = job.config.activation_checkpoint, device or lookup_device(STAND_IN)
     assert spec is not None, "DEVICES has the stand-in"
     modes: Sequence[tuple[str, str]] = [(ac.mode, ac.selective_ac_option)]
@@ -78,20 +72,20 @@ def choose_work(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> Wo
         )
         work = build_workload(chosen, device=device, choices=linears)
         linears = work.choices
-        tried.append((work, work.reserved_gib))
-    fitting = [each for each in tried if each[1] <= memory_gib]
+        tried.append(work)
+    fitting = [work for work in tried if work.reserved_gib <= memory_gib]
     if not fitting:
-        return min(tried, key=lambda each: each[1])[0]
+        return min(tried, key=lambda work: work.reserved_gib)
 
     # Nothing more is recomputed for less memory.
-    timed = [(work, reserved_gib, work.time(spec).step_s) for work, reserved_gib in fitting]
-    fastest, _, least_s = min(timed, key=lambda each: each[2])
+    timed = [(work, work.time(spec).step_s) for work in fitting]
+    fastest, least_s = min(timed, key=lambda each: each[1])
     as_fast = [
-        (work, reserved_gib)
-        for work, reserved_gib, step_s in timed
+        work
+        for work, step_s in timed
         if step_s < SAME_TIME * least_s and len(work.recomputed) <= len(fastest.recomputed)
     ]
-    return min(as_fast, key=lambda each: each[1])[0]
+    return min(as_fast, key=lambda work: work.reserved_gib)
 
 
 def _reshardings(job: Job) -> Sequence[str]:

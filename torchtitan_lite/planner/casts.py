@@ -10,12 +10,9 @@ class Traffic(NamedTuple):
     Some bytes are negative: a norm whose kernel also casts its output stores 1 byte instead of 2,
     and if that kernel stores the transposed output too, all its bytes change their kind."""
 
-    contiguous: float = 0
-    """Loads and stores run along the same axis."""
-    transposing: float = 0
-    """Tiles are loaded along one axis and stored along the other."""
-    strided: float = 0
-    """A kernel that reduces rows also stores columns, or the reverse."""
+    contiguous: float = 0  # loads and stores run along the same axis
+    transposing: float = 0  # tiles are loaded along one axis and stored along the other
+    strided: float = 0  # a kernel that reduces rows also stores columns, or the reverse
     kernels: float = 0
 
 

@@ -1,26 +1,20 @@
 """The rates and latencies that the planner assumes, each with its source, and its errors.
 
 The rates come from measurements of single kernels and collectives; none is fitted to a training
-run. Where no measurement was found, the source begins with "guess". Data sheets are in
-catalog/devices.py, and the bytes that kernels move are counted in casts.py and roofline.py.
-
-A name with # is a GitHub issue or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl" and
-"nccl-tests" are NVIDIA's.
+run. Where no measurement was found, the source begins with "guess". A name with # is a GitHub issue
+or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl" and "nccl-tests" are NVIDIA's.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 
 from torchtitan_lite.catalog.devices import DeviceSpec
 
 RATE_RANGE = (0.85, 1.09)
 """The middle 80 % of published rates, over predicted ones, of runs without context or pipeline
 parallelism. tests/unit/test_published.py computes the three ranges."""
-SPLIT_RATE_RANGE = (0.78, 1.25)
-"""The same of runs with context or pipeline parallelism."""
-SPEEDUP_RANGE = (0.92, 1.2)
-"""The same of speedups of float8 over bf16."""
+SPLIT_RATE_RANGE = (0.78, 1.25)  # with context or pipeline parallelism
+SPEEDUP_RANGE = (0.92, 1.2)  # of speedups of float8 over bf16
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,6 @@ CONSTANTS = (
 )
 
 
-@cache
 def constants_of(device: DeviceSpec) -> Mapping[str, Constant]:
     """Return the constants that hold for `device` by their names: measured on it, or published."""
     chosen: dict[str, Constant] = {}

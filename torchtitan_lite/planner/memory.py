@@ -1,31 +1,24 @@
 """Estimate a rank's memory at the moments of a step at which it can peak, in bytes, from shapes.
 
 In the backward pass activations fall from block to block and gradients grow, so that the peak is at
-one of its ends, at the loss before it, or at the optimizer's update after it.
-
-Not counted are temporary copies of casts, the CUDA context, buffers of cuBLAS and NCCL, and memory
-that the allocator reserves but does not use: RESERVED_RATIO is for these.
+one of its ends, at the loss before it, or at the optimizer's update after it. RESERVED_RATIO is for
+what is not counted (docs/plan.md, Memory).
 
 Shapes: N tokens of a microbatch, D dim, V vocab_size.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 
 from torchtitan_lite.catalog.schedules import INTERLEAVED
-from torchtitan_lite.config.job import Job
 from torchtitan_lite.models import loss
 
 from .share import Share
 
 RESERVED_RATIO = 1.26
 """Reserved memory over the estimated peak: the highest of eight measurements that torchtitan
-published for Llama 3 8B and 70B on 8 to 256 GPUs. It is not a bound: memory that one of FSDP's
-streams frees cannot be used by the others. Where a rank has few tokens, such fragmentation adds up
-to 4 % (4,096 tokens: 1.30) or 11 % (2,048: 1.40), counted on a fake H100 for two layers of 8B."""
+published for Llama 3 8B and 70B on 8 to 256 GPUs. It is not a bound."""
 RESERVED_RATIO_WITHOUT_FSDP = 1.1
-"""The same without FSDP: 1.095 for 2 and 4 layers of 8B, 1.11 for two stages with tensor
-parallelism, counted on a fake H100."""
+"""Without FSDP, counted on a fake H100: 1.095 for layers of 8B, 1.11 for two stages with TP."""
 FLOAT32 = 4
 
 
@@ -46,14 +39,6 @@ class Moment:
         """Sum of all parts."""
         states = self.parameters + self.gradients + self.optimizer_states
         return states + self.activations + self.logits + self.buffers
-
-
-def job_memory(job: Job, float8_linears: Collection[str]) -> list[Moment]:
-    """Return the moments of a step of `job`, which trains those kinds of linears in float8; of a
-    pipeline's ranks, those of the rank with the highest peak."""
-    shares = [Share(job, float8_linears, rank=rank) for rank in range(job.degrees.pp)]
-    ranks = map(step_memory, shares)
-    return max(ranks, key=lambda moments: max(each.total for each in moments))
 
 
 def step_memory(share: Share) -> list[Moment]:
@@ -82,7 +67,7 @@ def _backward(share: Share, in_flight: float, *, has_gradients: bool) -> list[Mo
         # A stage's input is where it was received, and its output is kept for its gradient. What
         # an interleaved schedule has sent, it keeps until the step ends.
         each += share.residual * (share.has_embedding - share.has_output)
-        if _schedule(share) == INTERLEAVED and has_gradients:
+        if share.schedule == INTERLEAVED and has_gradients:
             sent = round((share.microbatches - in_flight) * _received(share))
     waiting = round((in_flight - 1) * each)  # of other microbatches
 
@@ -141,23 +126,17 @@ def _sharded(share: Share, weights: int) -> int:
     return share.weight_width * weights // share.job.degrees.fsdp
 
 
-def _gathered_width(share: Share) -> int:
-    """Bytes of an element of a gathered weight. Without FSDP masters can have the compute type."""
-    is_master = share.without_fsdp and share.width == share.weight_width
-    return 0 if is_master else share.width
-
-
 def _gathered(share: Share, before: int) -> int:
     """Bytes of gathered weights in the backward of a block with `before` blocks before it: its own
     and the next one's, or all that stay. Tied ones stay beside their gradient."""
-    width, blocks = _gathered_width(share), min(before + 1, 2)
+    width, blocks = share.gathered_width, min(before + 1, 2)
     ends = (width + share.width) * share.embedding if share.tied else 0
     if share.stays:
         keeps = not share.without_fsdp and (share.pipelined or share.microbatches > 1)
         blocks = share.blocks if keeps else before + 1
         ends += 0 if share.tied or share.without_fsdp else width * share.embedding
         ends += width * share.output if keeps else 0
-    return (share.gathered_block if width else 0) * blocks + ends
+    return share.gathered_block * blocks + ends
 
 
 def _scattered(share: Share, weights: int) -> int:
@@ -174,7 +153,7 @@ def _new_gradients(share: Share, weights: int, scattered: int) -> int:
     is `scattered`, in the reduced one."""
     gradients, reduced = share.width * weights, share.reduce_width * weights
     if share.without_fsdp:
-        return max(gradients, reduced - _gathered_width(share) * weights)
+        return max(gradients, reduced - share.gathered_width * weights)
     return gradients + max(scattered, reduced - gradients)
 
 
@@ -198,20 +177,16 @@ def _in_flight(share: Share) -> tuple[float, float]:
     p, n = share.job.degrees.pp, share.microbatches
     if p == 1:
         return 1, 1
-    name, stages = _schedule(share), len(share.job.stages) / p
+    stages = len(share.job.stages) / p
     most: float = p - share.rank
-    if name == "GPipe":
+    if share.schedule == "GPipe":
         most = n
-    if name == INTERLEAVED:
+    if share.schedule == INTERLEAVED:
         # It warms up with a round of microbatches for each stage but one, then with as many as the
         # ranks behind need.
         most = ((stages - 1) * min(n, p) + 2 * (p - 1 - share.rank) + 1) / stages
     # The first backward pass frees what one stage has kept of a microbatch.
     return min(n, most), min(n - 1 / stages, most)
-
-
-def _schedule(share: Share) -> str:
-    return share.config.parallelism.pipeline_parallel_schedule
 
 
 def _block_tensors(share: Share) -> dict[str, int]:
@@ -310,15 +285,15 @@ def _loss(share: Share, held: int, has_gradients: bool) -> Moment:
         added_up = FLOAT32 * share.matrix if logits > loss.CHUNK_LOGITS else 0
         working = hidden + width * min(logits, loss.CHUNK_LOGITS) + added_up
         working += max(0, piece - width * share.matrix)
-    if share.pipelined and _schedule(share) == "GPipe":
+    if share.pipelined and share.schedule == "GPipe":
         kept *= share.microbatches
 
     # Gathered weights: the projection's, twice while FSDP copies them, and what stays.
-    head = _gathered_width(share) * (share.output or share.embedding)
+    head = share.gathered_width * (share.output or share.embedding)
     copied = fused and not share.tied and share.job.degrees.fsdp > 1
     gathered = head * (2 if copied else 1)
     if share.stays:
-        gathered += share.gathered_block * share.blocks if _gathered_width(share) else 0
+        gathered += share.gathered_block * share.blocks
         gathered += 0 if share.without_fsdp or share.tied else share.width * share.embedding
     gradients = _whole_gradients(share, share.weights) if has_gradients else 0
     return _moment(

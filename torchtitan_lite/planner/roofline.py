@@ -1,12 +1,8 @@
 """Predict the seconds of kernels and collectives on a device, and of the parts of a microbatch.
 
 A kernel takes as long as its arithmetic or its memory traffic, whichever is longer, plus a launch;
-a collective as long as a ring of NCCL's. constants.py has the rates and their sources; step.py adds
-up a step.
-
-catalog/recipes.py explains the three matmuls of a linear. Float8 halves their arithmetic,
-M * N * K, and adds casts of M * K, N * K and M * N elements, so a linear gains if K and N are
-large.
+a collective as long as a ring of NCCL's. catalog/recipes.py explains the three matmuls of a linear
+and their sizes M, K and N.
 """
 
 import math
@@ -43,7 +39,6 @@ class Roofline:
     rates: Rates
     job: Job
     recomputed: frozenset[str] = frozenset()  # modules whose forward the backward pass runs again
-    attention_kernel: str = ""  # cudnn, flash or flex; "": what PyTorch takes on the device
 
     @property
     def tokens(self) -> int:
@@ -63,9 +58,7 @@ class Roofline:
 
     @property
     def runs_attention_in(self) -> str:
-        """The kernel given, or the one that PyTorch takes."""
-        if self.attention_kernel:
-            return self.attention_kernel
+        """The kernel of attention that PyTorch takes: cudnn, flash or flex."""
         if self.job.model_args.document_bos_id is not None:
             return "flex"
         # cuDNN cannot align a causal mask with the last key, as parts of a sequence need it.
@@ -193,11 +186,11 @@ class Roofline:
 
     # ----- Other parts of all blocks, and the loss -----
 
-    def attention_s(self) -> float:
-        """Seconds of causal attention, which multiplies half the square: 2 matmuls forward, and 5
-        backward, which recomputes the scores. All ranks that share a sequence have equal parts of
-        it."""
-        args, fraction = self.job.model_args, f"attention_{self.runs_attention_in}"
+    def attention_s(self, kernel: str = "") -> float:
+        """Seconds of causal attention, by default in the kernel that PyTorch takes. It multiplies
+        half the square: 2 matmuls forward, and 5 backward, which recomputes the scores. All ranks
+        that share a sequence have equal parts of it."""
+        args, fraction = self.job.model_args, f"attention_{kernel or self.runs_attention_in}"
         rate = self.device.bf16_tflops * 1e12 * getattr(self.rates, fraction)
         matmul = self.tokens * args.max_seq_len * args.q_dim / self.job.degrees.tp / rate
         again = sum(name.endswith(".attention") for name in self.recomputed)

@@ -49,6 +49,9 @@ class Share:
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
+        # Bytes of the residual stream [N, D], which tensor parallelism splits over the ranks.
+        self.residual = self.width * job.microbatch_tokens * model.dim // self.tp
+
         # Numbers of weights. Tied ones are in the embedding's group.
         sizes = {name: out * in_ for name, (out, in_) in block_linear_shapes(model).items()}
         self.matrix = model.vocab_size * model.dim // self.tp
@@ -58,30 +61,32 @@ class Share:
         self.output = (self.matrix + model.dim) * (self.has_output and not self.tied)
         self.weights = self.blocks * self.block + self.embedding + self.output
 
-        # Bytes of a block's gathered weights, of which linears in float8 take one each.
+        # Bytes of an element of a gathered weight, and of a block, of which linears in float8 take
+        # one each. Without FSDP masters can have the compute type: nothing is gathered.
+        self.without_fsdp, self.pipelined = without_fsdp(job), job.degrees.pp > 1
         all_gather = config.float8.enable_fsdp_float8_all_gather
         in_float8 = sum(sizes[name] for name in self.float8_linears) // self.tp
         self.in_float8 = in_float8 if all_gather else 0
-        self.gathered_block = self.width * (self.block - self.in_float8) + self.in_float8
+        gathered = self.width * (self.block - self.in_float8) + self.in_float8
+        is_master = self.without_fsdp and self.width == self.weight_width
+        self.gathered_width, self.gathered_block = (0, 0) if is_master else (self.width, gathered)
 
         # Whether weights stay gathered from the forward to the backward pass, and how often a step
         # reduces all gradients.
-        self.without_fsdp, self.pipelined = without_fsdp(job), job.degrees.pp > 1
+        self.schedule = config.parallelism.pipeline_parallel_schedule
         reshard = config.parallelism.fsdp_reshard_after_forward
         in_pipeline = self.pipelined and reshard != "always"
         self.stays = self.without_fsdp or in_pipeline or reshard == "never"
         each = config.parallelism.fsdp_reduce_gradients == "each" and not self.without_fsdp
         self.reductions = self.microbatches if each else 1
 
-    @property
-    def residual(self) -> int:
-        """Bytes of the residual stream [N, D], which tensor parallelism splits over the ranks."""
-        return self.width * self.job.microbatch_tokens * self.model.dim // self.tp
+        # How often it gathers all weights for forward passes, and blocks' for backward passes.
+        self.gathers = (1, 0) if self.stays else (self.microbatches, self.microbatches)
 
     def only_in_float8(self, tensor: str) -> bool:
-        """Whether linears of a block read `tensor`, and all that do are in float8."""
+        """Whether all linears of a block that read `tensor` are in float8."""
         readers = {name for name, linear in BLOCK_LINEARS.items() if linear.reads == tensor}
-        return bool(readers) and readers <= self.float8_linears
+        return readers <= self.float8_linears
 
     def gathers_float8(self, tensor: str) -> bool:
         """Whether tensor parallelism gathers `tensor` in float8; its linears then save that."""

@@ -1,14 +1,8 @@
 """Predict the time of an optimizer step: computation, communication that it waits for, the host.
 
 All but the optimizer runs once in each of a step's microbatches. Blocks are equal, so that a step
-takes n blocks' time on the rank that computes longest.
-
-- FSDP gathers the next block's weights, and reduces the previous one's gradients, while a block
-  computes. The device waits for the first gather, for the last reduction, and for what takes longer
-  than the computation of a microbatch.
-- Tensor and context parallelism wait for computation and are waited for.
-- A rank of a pipeline of p ranks with v stages each pauses for (p - 1) / v microbatches (arXiv
-  2104.04473, section 2.2).
+takes n blocks' time on the rank that computes longest. docs/plan.md says what communication is
+waited for.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -76,7 +70,8 @@ def time_step(
     compute_s["slowest device"] = late * sum(compute_s.values())
     compute_s["beside communication"] = rates.overlap_slowdown * hidden
 
-    # What it waits for.
+    # What it waits for. Each of p ranks with v stages pauses for (p - 1) / v microbatches (arXiv
+    # 2104.04473, section 2.2).
     waits_s = {name: n * part * each for name, each in waits.items()} | {SHARDING: exposed}
     pauses = (len(shares) - 1) / len(job.stages)
     waits_s[PIPELINE] = pauses * sum(map(microbatch_s, shares))
@@ -88,11 +83,6 @@ def time_step(
 # ----- FSDP -----
 
 
-def _gathers(share: Share) -> tuple[int, int]:
-    """How often a step gathers all weights for forward passes, and blocks' for backward passes."""
-    return (1, 0) if share.stays else (share.microbatches, share.microbatches)
-
-
 def _update_s(roofline: Roofline, share: Share) -> float:
     """Seconds of clipping and AdamW, and of a step's copies of weights and gradients.
 
@@ -100,7 +90,7 @@ def _update_s(roofline: Roofline, share: Share) -> float:
     three times and writes it once. For each weight, copies take 4 bytes to gather it, or 2 in
     float8, and 10 of its shard; 6 to cast a gradient; 10 to add it to another, 8 to reduce the
     sum."""
-    n, gathers, weights = share.microbatches, sum(_gathers(share)), share.weights
+    n, gathers, weights = share.microbatches, sum(share.gathers), share.weights
     shards, added = weights / roofline.job.degrees.fsdp, n - share.reductions
     updated = (6 * share.weight_width + 2 * share.state_width) * shards
     gathered = 4 * weights + 10 * shards - 2 * share.blocks * share.in_float8
@@ -124,7 +114,7 @@ def _sharded_s(roofline: Roofline, share: Share, blocks_s: float) -> tuple[float
 
     # Nothing hides the first gathers and the last reductions; a pipeline reduces when all its
     # microbatches are done.
-    (forwards, backwards), block = _gathers(share), gather(share.gathered_block)
+    (forwards, backwards), block = share.gathers, gather(share.gathered_block)
     first = gather(share.width * share.embedding) + block
     ahead = (share.blocks - 1) * block + gather(share.width * share.output)
     gathers = (forwards * ahead + backwards * share.blocks * block) / n  # of a microbatch

@@ -13,9 +13,9 @@ from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.training.model import choose_linears, find_recomputed
 
 from .constants import RATE_RANGE, SPEEDUP_RANGE, SPLIT_RATE_RANGE, rates_of
-from .memory import RESERVED_RATIO, RESERVED_RATIO_WITHOUT_FSDP, Moment, job_memory
+from .memory import RESERVED_RATIO, RESERVED_RATIO_WITHOUT_FSDP, Moment, step_memory
 from .roofline import Roofline
-from .share import without_fsdp
+from .share import Share, without_fsdp
 from .step import StepTime, time_step
 
 
@@ -43,7 +43,9 @@ class Workload:
     @cached_property
     def peak(self) -> Moment:
         """The moment of a step at which a rank holds the most memory."""
-        moments = job_memory(self.job, {each.kind for each in self.converted})
+        kinds = {each.kind for each in self.converted}
+        shares = [Share(self.job, kinds, rank=rank) for rank in range(self.job.degrees.pp)]
+        moments = [moment for share in shares for moment in step_memory(share)]
         return max(moments, key=lambda moment: moment.total)
 
     @property
