@@ -209,7 +209,7 @@ def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
     assert (folder / "checkpoint/step-00000004-hf/config.json").is_file()
     code, cause = fail(folder, f"{STEPS}=6")
     assert code == 4
-    assert re.search(r"step-00000004 has only weights, .* \(there are: 1, 2\)", cause)
+    assert re.search(r"step-00000004 has only weights, .* Set load_step to an earlier step", cause)
 
     # Another run goes on from all of its second step.
     initial = f"--checkpoint.initial_load_path={checkpoint(folder, 2)}"
