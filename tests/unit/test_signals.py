@@ -18,6 +18,8 @@ from torchtitan_lite.run import signals
 
 signals.REPEAT_SECONDS |= {signal.SIGINT: 0.1, signal.SIGTERM: float(sys.argv[1])}
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGQUIT):  # ignored where the tests run in the background
+    signal.signal(number, signal.SIG_DFL)
 stop = signals.StopSignal(kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
 signal.signal(signal.SIGWINCH, lambda number, frame: None)
 print(stop.received, flush=True)
