@@ -27,7 +27,7 @@ from torchtitan_lite.base.collectives import on_rank0
 from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, RunError
 from torchtitan_lite.base.files import allow_open_files, hash_sources
 from torchtitan_lite.base.logger import init_logger, logger
-from torchtitan_lite.checkpoint.folders import hf_folder, remove_drafts
+from torchtitan_lite.checkpoint.folders import HF_SUFFIX, remove_drafts
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
 from torchtitan_lite.config import Config, format_help, load_config, own_names, shared_settings
@@ -133,7 +133,7 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
     resume = find_resume(checkpoint, folder=checkpoints)
     resumes = resume is not None and resume.path.parent == checkpoints
-    names = own_names(config)
+    names = own_names(config).values()
     folder.started = on_rank0(lambda: folder.begin(resumes=resumes, names=names))
     return resume
 
@@ -160,7 +160,7 @@ def export_last(trainer: Trainer) -> None:
     if saved is None:  # initial_load_path's checkpoint is of the last step already
         logger.warning("[checkpoint] last_save_in_hf = true, but no step was trained and saved")
         return
-    target = hf_folder(saved)
+    target = saved.with_name(f"{saved.name}{HF_SUFFIX}")
     if trainer.first_step > trainer.last_step and target.exists():
         logger.info(f"{target} was there already, and is kept")
     else:

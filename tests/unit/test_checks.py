@@ -79,7 +79,7 @@ def test_refused_keys_are_named_with_their_values_and_a_fix(toml, fix):
     assert named and all(name in f"{toml} {unset}" for name in named)
 
 
-# ----- _check_layout, _check_model, _check_run, OWN_NAMES -----
+# ----- _check_layout, _check_model, _check_run, own_names -----
 
 
 @pytest.mark.parametrize(("world_size", "toml", "pattern"), [

@@ -110,7 +110,7 @@ def test_weights_that_are_not_floating_point_are_refused(tmp_path):
         load(folder, make_model())
 
 
-# ----- open_torchtitan: damage -----
+# ----- load_torchtitan: damage -----
 
 
 def name_twice(table: Any) -> None:

@@ -41,11 +41,6 @@ def draft_folder(folder: Path, step: int) -> Path:
     return folder / f"{DRAFT_PREFIX}step-{step:08d}"
 
 
-def hf_folder(step_dir: Path) -> Path:
-    """Return the path of the Hugging Face model with the weights of the checkpoint `step_dir`."""
-    return step_dir.with_name(f"{step_dir.name}{HF_SUFFIX}")
-
-
 def steps_with_folder(folder: Path) -> list[int]:
     """Return the steps that have a folder, ascending. Raises CheckpointError for a link."""
     # Path.glob would take a folder that cannot be read for an empty one.

@@ -22,8 +22,7 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.config import check_model_table, show_settings
 from torchtitan_lite.config.keys import changes
-from torchtitan_lite.models import hf_llama
-from torchtitan_lite.models.hf_llama import HEAD, from_hf, hf_names, model_args
+from torchtitan_lite.models.hf_llama import HEAD, from_hf, hf_config, hf_names, model_args
 from torchtitan_lite.models.init import local_offset, local_part
 from torchtitan_lite.models.llama3 import Transformer
 
@@ -34,8 +33,6 @@ from .state import PREFIX, entries
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("float32", "bfloat16", "float16")
 """Data types of weights."""
-ROPE_BUFFER = ".rotary_emb.inv_freq"
-"""Suffix of the names of buffers in Llama 2's files; their values follow from config.json."""
 
 
 def load_hf(
@@ -66,7 +63,8 @@ class HfReader:
         self._files = weight_files(folder)
         found: dict[str, TensorEntry] = {}
         for name in self._files:
-            if not name.endswith(ROPE_BUFFER):
+            # Llama 2's files have these buffers too, whose values follow from config.json.
+            if not name.endswith(".rotary_emb.inv_freq"):
                 found |= entries({name: self._map(name)})
 
         if self.args.tie_embeddings:  # transformers ignores a saved output too
@@ -127,7 +125,7 @@ def open_weights(folder: Path, *, hashes: bool = False) -> tuple[SafeReader, Mod
         scaling = model["rope_scaling"]
         args = ModelArgs(**model | {"rope_scaling": scaling and RopeScaling(**scaling)})
         # An export that cannot be loaded again is refused too.
-        model_args(hf_llama.hf_config(args, dtype=torch.float32, bos_id=None, eos_id=None))
+        model_args(hf_config(args, dtype=torch.float32, bos_id=None, eos_id=None))
         expected = weight_shapes(args, most_layers=len(weights))
     except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
         reason = f"model: {type(error).__name__}: {' '.join(str(error).split())}"

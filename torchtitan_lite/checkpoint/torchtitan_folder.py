@@ -19,8 +19,6 @@ from .state import PREFIX, stage_entries
 
 IGNORED = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
 """First part of the names of entries that are no weights."""
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""Parts that torch.compile and activation checkpointing insert into names."""
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 """Data types of weights."""
 
@@ -38,8 +36,12 @@ def load_torchtitan(
     # Lets torch load the wrapper of weights that a float8 run gathers; bf16 runs do without.
     import torchao.float8.fsdp_utils  # noqa: F401
 
+    files = (path for path in folder.glob(f"*{TENSORS_SUFFIX}") if path.is_file())
+    sizes = {path.name: path.stat().st_size for path in files}
     with naming(folder):
-        reader = open_on_all_ranks(lambda: open_torchtitan(folder))
+        reader = open_on_all_ranks(
+            lambda: TableReader(folder, read_table(folder, sizes, rename=weight_name))
+        )
 
     # Names and shapes must agree; any data type is converted.
     expected = stage_entries(state, stages=stages)
@@ -56,16 +58,10 @@ def load_torchtitan(
     logger.info(f"{folder} is unverified: torchtitan saves no hashes and no RoPE settings")
 
 
-def open_torchtitan(folder: Path) -> TableReader:
-    """Return a reader of the weights by this model's names. Raises BrokenCheckpoint."""
-    files = (path for path in folder.glob(f"*{TENSORS_SUFFIX}") if path.is_file())
-    sizes = {path.name: path.stat().st_size for path in files}
-    return TableReader(folder, read_table(folder, sizes, rename=weight_name))
-
-
 def weight_name(entry: str) -> str | None:
     """Return the name in our checkpoints of an entry; None for one that is no weight."""
-    for wrapper in WRAPPERS:
+    # torch.compile and activation checkpointing insert these into names.
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
         entry = entry.replace(wrapper, "")
     name = entry.removeprefix(PREFIX)
     return None if name.partition(".")[0] in IGNORED else f"{PREFIX}{name}"

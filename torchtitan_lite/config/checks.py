@@ -24,77 +24,61 @@ from .sections import Config
 from .stages import resolve_stages
 
 SET = bool
-REFUSED: list[tuple[dict[str, Any], str]] = [
+REFUSED: dict[str, dict[str, Any]] = {
     # The layout.
-    (
-        {
-            "[parallelism] enable_async_tensor_parallel": True,
-            "[parallelism] tensor_parallel_degree": 1,
-        },
-        "nothing overlaps; set the degree to 2 or more, or the other to false",
-    ),
-    (
-        {
-            "[parallelism] fsdp_reduce_gradients": "each",
-            "[parallelism] pipeline_parallel_degree": lambda degree: degree > 1,
-        },
-        'a pipeline reduces gradients once a step; use "last" or "auto"',
-    ),
+    "nothing overlaps; set the degree to 2 or more, or the other to false": {
+        "[parallelism] enable_async_tensor_parallel": True,
+        "[parallelism] tensor_parallel_degree": 1,
+    },
+    'a pipeline reduces gradients once a step; use "last" or "auto"': {
+        "[parallelism] fsdp_reduce_gradients": "each",
+        "[parallelism] pipeline_parallel_degree": lambda degree: degree > 1,
+    },
     # Float8.
-    (
-        {
-            "[float8] enable_float8_linear": True,
-            "[float8] enable_fsdp_float8_all_gather": True,
-            "[float8] precompute_float8_dynamic_scale_for_fsdp": True,
-            "[training] enable_cpu_offload": True,
-        },
-        "a weight comes to the GPU without its scale; set one of them to false",
-    ),
+    "a weight comes to the GPU without its scale; set one of them to false": {
+        "[float8] enable_float8_linear": True,
+        "[float8] enable_fsdp_float8_all_gather": True,
+        "[float8] precompute_float8_dynamic_scale_for_fsdp": True,
+        "[training] enable_cpu_offload": True,
+    },
     # Training and validation.
-    (
-        {"[training] dataset_path": SET, "[training] datasets": SET},
-        "only one of them can be set; make the path one of the list",
-    ),
-    (
-        {
-            "[optimizer] state_dtype": "bfloat16",
-            "[optimizer] implementation": lambda name: name != "fused",
-        },
-        'only "fused" has such moments; use it, or unset state_dtype',
-    ),
-    (
-        {"[optimizer] state_dtype": "float32", "[training] dtype": "bfloat16"},
-        "moments are no wider than weights; unset one of them",
-    ),
-    (
-        {"[validation] steps": 0},
-        "nothing is validated; use 1 or more, -1 for all data, or set enable to false",
-    ),
-    (
-        {
-            "[validation] enable": True,
-            "[validation] steps": -1,
-            "[validation] dataset": None,
-            "[validation] dataset_path": None,
-        },
-        "all data of its own is validated on; name some, or use 1 or more steps",
-    ),
-    # Checkpoints.
-    *(
-        ({f"[{table}] {key}": SET, f"[{table}] enable": False}, "set enable to true, or unset it")
+    "only one of them can be set; make the path one of the list": {
+        "[training] dataset_path": SET,
+        "[training] datasets": SET,
+    },
+    'only "fused" has such moments; use it, or unset state_dtype': {
+        "[optimizer] state_dtype": "bfloat16",
+        "[optimizer] implementation": lambda name: name != "fused",
+    },
+    "moments are no wider than weights; unset one of them": {
+        "[optimizer] state_dtype": "float32",
+        "[training] dtype": "bfloat16",
+    },
+    "nothing is validated; use 1 or more, -1 for all data, or set enable to false": {
+        "[validation] steps": 0,
+    },
+    "all data of its own is validated on; name some, or use 1 or more steps": {
+        "[validation] enable": True,
+        "[validation] steps": -1,
+        "[validation] dataset": None,
+        "[validation] dataset_path": None,
+    },
+    # Checkpoints, and samples of text.
+    **{
+        f"set enable to true, or unset {key}": {f"[{table}] {key}": SET, f"[{table}] enable": False}
         for table, key in (
             ("validation", "prompts"),
             ("checkpoint", "initial_load_path"),
             ("checkpoint", "initial_load_in_hf"),
             ("checkpoint", "last_save_in_hf"),
         )
-    ),
-    (
-        {"[checkpoint] last_save_in_hf": True, "[checkpoint] load_only": True},
-        "the one saves, the other does not; unset one of them",
-    ),
-]
-"""What keys may not say together, with the reason and the fix. A function is true of the value."""
+    },
+    "the one saves, the other does not; unset one of them": {
+        "[checkpoint] last_save_in_hf": True,
+        "[checkpoint] load_only": True,
+    },
+}
+"""What keys may not say together, by the reason and the fix. A function is true of the value."""
 COMPILED = {
     "[activation_checkpoint] mode": "memory_budget",
     "[parallelism] enable_async_tensor_parallel": True,
@@ -106,20 +90,17 @@ RECIPE_KEYS: dict[str, Callable[[Recipe], bool]] = {
     "log_numerics_freq": lambda recipe: recipe.kind == "float8",
 }
 """Keys of [float8] that are for some recipes only, and which."""
-OWN_NAMES = (
-    "[checkpoint] folder",
-    "[metrics] save_tb_folder",
-    "[profiling] save_traces_folder",
-    "[profiling] save_memory_snapshot_folder",
-    "[comm] save_traces_folder",
-)
-"""Keys that name a file or a folder in the run folder."""
 
 
-def own_names(config: Config) -> list[str]:
-    """Return the names of files and folders in the run folder that keys of the config choose."""
-    values = flat_config(config.model_dump())
-    return [values[name] for name in OWN_NAMES]
+def own_names(config: Config) -> dict[str, str]:
+    """Return the folders within the run folder that the config names, by key."""
+    return {
+        "[checkpoint] folder": config.checkpoint.folder,
+        "[metrics] save_tb_folder": config.metrics.save_tb_folder,
+        "[profiling] save_traces_folder": config.profiling.save_traces_folder,
+        "[profiling] save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,
+        "[comm] save_traces_folder": config.comm.save_traces_folder,
+    }
 
 
 def check_config(config: Config, *, world_size: int) -> list[str]:
@@ -135,7 +116,7 @@ def check_config(config: Config, *, world_size: int) -> list[str]:
 
 
 def _check_refused(config: Config, values: Values) -> Iterator[str]:
-    for refused, fix in REFUSED:
+    for fix, refused in REFUSED.items():
         matches = (
             wanted(values[name]) if callable(wanted) else values[name] == wanted
             for name, wanted in refused.items()
@@ -260,10 +241,10 @@ def _check_run(config: Config, values: Values) -> Iterator[str]:
 
     # Each part of a run needs a name of its own in the run folder, and moves to previous/ by it.
     taken = [PurePosixPath(name) for name in RUN_FILES]
-    for name in OWN_NAMES:
-        path = PurePosixPath(values[name])
+    for key, name in own_names(config).items():
+        path = PurePosixPath(name)
         clashes = any(path.is_relative_to(o) or o.is_relative_to(path) for o in taken)
         if clashes or path.is_absolute() or ".." in path.parts:
             fix = "must be a name of its own within [job] dump_folder; choose another"
-            yield describe(values, name, fix=fix)
+            yield describe(values, key, fix=fix)
         taken.append(path)

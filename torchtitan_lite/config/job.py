@@ -1,7 +1,6 @@
 """Job: the facts of a run, each derived once from its config."""
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from torchtitan_lite.base.errors import ConfigError
@@ -55,11 +54,6 @@ class Job:
         return Path(self.config.job.dump_folder)
 
     @property
-    def checkpoint_folder(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return self.folder / self.config.checkpoint.folder
-
-    @property
     def microbatch_tokens(self) -> int:
         """Tokens of a microbatch that the linears of one rank see: context parallelism splits
         sequences, and sequence parallelism gathers them before each matmul."""
@@ -78,7 +72,7 @@ class Job:
     def choose(self, table: str, **values: object) -> "Job":
         """Return the job with `values` in place of the "auto" values of a table."""
         section = getattr(self.config, table).model_copy(update=values)
-        return dataclasses.replace(self, config=self.config.model_copy(update={table: section}))
+        return replace(self, config=self.config.model_copy(update={table: section}))
 
     def layout(self) -> str:
         """Return the degrees and the batch, for the log."""
@@ -97,7 +91,7 @@ class Job:
     def hparams(self) -> dict[str, bool | float | str]:
         """Return the settings worth comparing between runs, for TensorBoard."""
         config, float8 = self.config, self.config.float8
-        degrees = dataclasses.asdict(self.degrees)
+        degrees = asdict(self.degrees)
         split = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
         return {
             "float8": float8.recipe_name if float8.enable_float8_linear else "off",
@@ -123,7 +117,7 @@ def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) ->
 
     # The model is the configured one with the run's vocabulary and sequence length.
     args = resolve_model(config.model)
-    args = dataclasses.replace(
+    args = replace(
         args,
         vocab_size=args.vocab_size or tokenizer.vocab_size,
         max_seq_len=config.training.seq_len,

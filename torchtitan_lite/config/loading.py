@@ -32,10 +32,7 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
     problems += dict.fromkeys(_describe_unknown(name, settings[name]) for name in unknown)
 
     # Validate each value, then the rules between sound values.
-    try:
-        config = _validate(known)
-    except ValidationError as error:
-        raise ConfigError("\n".join([*problems, *_describe_all(error, known)])) from error
+    config = _validate(known, problems)
     if problems := problems or check_config(config, world_size=world_size):
         raise ConfigError("\n".join(problems))
     return config
@@ -44,10 +41,7 @@ def load_config(argv: list[str], *, world_size: int) -> Config:
 def check_model_table(model: Mapping[str, object]) -> None:
     """Raise ConfigError unless a config takes `model` as its table [model]."""
     settings = {f"model.{key}": Setting(value, "the model") for key, value in model.items()}
-    try:
-        resolve_model(_validate(settings).model)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_describe_all(error, settings))) from error
+    resolve_model(_validate(settings, problems=[]).model)
 
 
 def shared_settings(config: Config) -> dict[str, str]:
@@ -63,14 +57,20 @@ def shared_settings(config: Config) -> dict[str, str]:
     return {name: show(value) for name, value in flat_config(tables).items()}
 
 
-def _validate(settings: Layer) -> Config:
+def _validate(settings: Layer, problems: list[str]) -> Config:
+    """Return the config of sound values. Raises ConfigError with the `problems` and each invalid
+    value."""
     tables: dict[str, dict[str, object]] = {}
     for name, setting in settings.items():
         key, value = KEYS[name], setting.value
         if key.kind == "array" and isinstance(value, str) and not value.startswith("["):
             value = [part.strip() for part in value.split(",") if part.strip()]
         tables.setdefault(key.table, {})[key.name] = value
-    return Config.model_validate(tables)
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as error:
+        invalid = dict.fromkeys(_describe_invalid(detail, settings) for detail in error.errors())
+        raise ConfigError("\n".join([*problems, *invalid])) from error
 
 
 def _describe_unknown(name: str, setting: Setting) -> str:
@@ -82,10 +82,6 @@ def _describe_unknown(name: str, setting: Setting) -> str:
     near = closest(name, KEYS)
     hint = f"did you mean {show_key(near)}?" if near else "--help lists every key"
     return f"{setting.cite(name)}: unknown key; {hint}"
-
-
-def _describe_all(error: ValidationError, settings: Layer) -> list[str]:
-    return list(dict.fromkeys(_describe_invalid(detail, settings) for detail in error.errors()))
 
 
 def _describe_invalid(detail: ErrorDetails, settings: Layer) -> str:

@@ -30,7 +30,6 @@ from .types import (
     Fraction,
     Name,
     Names,
-    NonNegative,
     PathName,
     PathOrEmpty,
     Positive,
@@ -150,7 +149,7 @@ class TrainingConfig(Section):
     """Gradients are scaled down to this global norm."""
     max_consecutive_skips: Count = 5
     """Consecutive steps without an update (loss or gradient not finite, or a spike) to give up."""
-    loss_spike_factor: NonNegative = 0.0
+    loss_spike_factor: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     """Skip the update of a step whose loss is above this times the running mean; 0: off."""
     steps: Count = 1000
     """Optimizer steps to train."""

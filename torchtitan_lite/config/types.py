@@ -44,7 +44,6 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Peak = Annotated[float, Field(ge=1e-3, le=1e6)]
 Positive = Annotated[float, Field(gt=0, le=1e9)]
-NonNegative = Annotated[float, Field(ge=0, le=1e9)]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 """Strings that the operating system takes."""
 Name = Annotated[Text, Field(min_length=1)]

@@ -105,7 +105,7 @@ def build_loaded_model(
         built.model,
         optimizer,
         settings,
-        folder=job.checkpoint_folder,
+        folder=job.folder / settings.folder,
         device=device,
         manifest=manifest,
         stages=mesh["pp"].get_group(),
