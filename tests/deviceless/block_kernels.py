@@ -76,9 +76,7 @@ def build(recipe: str, cp: int) -> Transformer:
         model = Transformer(args)
     if recipe != "bf16":
         float8 = Float8Config(**SETTINGS.get(recipe, {"recipe_name": recipe}))
-        choices = select_linears(
-            model, filter_fqns=(), tp_degree=1, tokens=TOKENS, recipe=float8.recipe
-        )
+        choices = select_linears(model, float8, tp_degree=1, tokens=TOKENS)
         convert_linears(model, choices, float8=float8, emulate=False)
         add_passes()
 

@@ -30,13 +30,7 @@ def on_meta(
         model = Transformer(args).to(dtype)
     if recipe_name is not None:
         config = Float8Config(enable_float8_linear=True, recipe_name=recipe_name, **float8)
-        choices = select_linears(
-            model,
-            filter_fqns=config.filter_fqns,
-            tp_degree=1,
-            tokens=None,
-            convert_output=config.convert_output,
-        )
+        choices = select_linears(model, config, tp_degree=1, tokens=None)
         convert_linears(model, choices, float8=config, emulate=emulate)
     return model
 

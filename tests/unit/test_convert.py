@@ -120,9 +120,6 @@ def test_scales_are_precomputed_only_where_asked_for(unset, monkeypatch):
 # ----- convert_to_mxfp8, MXFP8Linear -----
 
 
-MXFP8 = Float8Config(recipe_name="mxfp8")
-
-
 def two_linears() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))
 
@@ -130,7 +127,7 @@ def two_linears() -> nn.Sequential:
 def test_mxfp8_linears_keep_their_weights() -> None:
     model = two_linears()
     weights = dict(model.named_parameters())
-    convert_to_mxfp8(model, ["1"], float8=MXFP8, emulate=True)
+    convert_to_mxfp8(model, ["1"], emulate=True)
     assert [type(linear) for linear in model] == [nn.Linear, MXFP8Linear]
     assert repr(model[1]) == "MXFP8Linear(in_features=96, out_features=64, bias=False)"
     found = dict(model.named_parameters())
@@ -139,7 +136,7 @@ def test_mxfp8_linears_keep_their_weights() -> None:
 
 def test_on_meta_there_are_shapes_also_without_a_device_that_has_the_kernels() -> None:
     model = two_linears().to("meta")
-    convert_to_mxfp8(model, ["0", "1"], float8=MXFP8, emulate=False)
+    convert_to_mxfp8(model, ["0", "1"], emulate=False)
     output = model(torch.empty(2, 32, 64, device="meta"))
     output.sum().backward()
     assert output.shape == (2, 32, 64) and model[0].weight.grad.shape == (96, 64)
@@ -151,4 +148,4 @@ def test_a_torchao_without_mxfp8_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(
         ConfigError, match=r"\"mxfp8\" needs torchao 0.18, .* 0.17.0 does not offer it"
     ):
-        convert_to_mxfp8(two_linears(), ["0"], float8=MXFP8, emulate=True)
+        convert_to_mxfp8(two_linears(), ["0"], emulate=True)

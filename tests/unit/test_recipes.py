@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.selection import select_linears
 
 # ----- RECIPES, select_linears -----
@@ -157,4 +158,4 @@ def test_selection_refuses_the_sizes_that_torch_refuses(tokens, in_features, out
     taken = all(cuda_multiplies(*sizes) for sizes in matmuls)
     linear = nn.ModuleDict({"wq": nn.Linear(in_features, out_features, bias=False, device="meta")})
     with nullcontext() if taken else pytest.raises(ConfigError, match="not a multiple of 16"):
-        select_linears(linear, filter_fqns=(), tp_degree=1, tokens=None if gw_hp else tokens)
+        select_linears(linear, Float8Config(), tp_degree=1, tokens=None if gw_hp else tokens)

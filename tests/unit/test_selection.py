@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.flavors import ModelArgs
-from torchtitan_lite.catalog.recipes import RECIPES
+from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.selection import LinearChoice, format_choices, matches, select_linears
 from torchtitan_lite.models.llama3 import Transformer
 
@@ -27,10 +27,16 @@ def model() -> nn.Module:
 
 
 def select(
-    model: nn.Module, *filters: str, tp_degree: int = 1, tokens: int | None = 64, **options: Any
+    model: nn.Module,
+    *filters: str,
+    tp_degree: int = 1,
+    tokens: int | None = 64,
+    slower: Any = None,
+    **keys: Any,
 ) -> list[LinearChoice]:
-    options = {"filter_fqns": filters, "tp_degree": tp_degree, "tokens": tokens} | options
-    return select_linears(model, **options)
+    """`keys` are other keys of [float8]."""
+    float8 = Float8Config(filter_fqns=filters, **keys)
+    return select_linears(model, float8, tp_degree=tp_degree, tokens=tokens, slower=slower)
 
 
 def names(choices: list[LinearChoice]) -> list[str]:
@@ -87,7 +93,7 @@ def test_local_shapes_are_those_after_tensor_parallelism(model: nn.Module) -> No
         ("layers", {}, r"keeps all 85 linears in high precision.*enable_float8_linear = false"),
         ("", {"tokens": 40}, r"context_parallel_degree = 40 tokens.* 32 or 48"),
         ("", {"tokens": 9}, r"= 9 tokens.* is 16 or 32, or set \[float8\] pad_inner_dim = true"),
-        ("", {"tokens": 48, "recipe": RECIPES["mxfp8"]}, r"= 48 tokens, .* 32.* is 32 or 64\.$"),
+        ("", {"tokens": 48, "recipe_name": "mxfp8"}, r"= 48 tokens, .* 32.* is 32 or 64\.$"),
         (
             "output",
             {"convert_output": True},

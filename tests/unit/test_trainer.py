@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.config import CheckpointConfig, ParallelDegrees
 from torchtitan_lite.metrics.processor import Skips
-from torchtitan_lite.parallel.mesh import build_groups
+from torchtitan_lite.parallel.mesh import Groups
 from torchtitan_lite.training import trainer
 
 CPU = torch.device("cpu")
@@ -47,10 +47,10 @@ def test_trainer_gives_ranks_that_differ_in_cp_tp_or_pp_only_the_same_data(
     assert found == dp_ranks
 
 
-def test_replicas_and_ranks_of_tensor_parallelism_skip_together():
+def test_groups_of_replicas_and_ranks_of_tensor_parallelism_skip_together():
     for rank, group in ((0, [0, 1, 4, 5]), (15, [10, 11, 14, 15])):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=16)
-        groups = build_groups(ParallelDegrees(2, 2, 1, 2, 2), device_type="cpu")
+        groups = Groups(ParallelDegrees(2, 2, 1, 2, 2), device_type="cpu")
         assert dist.get_process_group_ranks(groups.replicas) == group
         dist.destroy_process_group()
 

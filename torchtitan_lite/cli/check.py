@@ -7,12 +7,11 @@ Exit codes: 2 for a wrong config.
 """
 
 import argparse
-from functools import partial
 
 from torchtitan_lite.config import load_config
 from torchtitan_lite.config.job import TokenizerValues, build_job
 
-from .parser import MOST_DEVICES, Parser, number
+from .parser import Parser, device_count
 
 
 def add_arguments(parser: Parser) -> None:
@@ -21,8 +20,7 @@ def add_arguments(parser: Parser) -> None:
     text = "config of the run; --job.config_file FILE does the same"
     parser.add_argument("file", nargs="?", metavar="FILE", help=text)
     text = "number of processes of the run, one per GPU"
-    count = partial(number, most=MOST_DEVICES)
-    parser.add_argument("--world-size", type=count, required=True, metavar="N", help=text)
+    parser.add_argument("--world-size", type=device_count, required=True, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> None:

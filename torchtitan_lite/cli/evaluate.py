@@ -21,7 +21,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="where the weights are")
     text = "text or token store to evaluate on, whole"
     parser.add_argument("--data", type=path_text, metavar="PATH", required=True, help=text)
-    parser.add_json()
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> None:

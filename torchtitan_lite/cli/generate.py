@@ -39,7 +39,7 @@ def add_arguments(parser: Parser) -> None:
     option("--device", metavar="NAME", help="cpu or cuda:N (default: a GPU if there is one)")
     text = "of weights and computation (default: bfloat16 on a GPU, else float32)"
     option("--dtype", choices=("bfloat16", "float32"), help=text)
-    parser.add_json()
+    option("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -61,14 +61,13 @@ def run(args: argparse.Namespace) -> None:
     )
 
     # A single text is printed as it comes.
-    streams = len(args.prompts) == 1 and not args.json
-    write = partial(print, end="", flush=True) if streams else None
-    if write:
+    if len(args.prompts) == 1 and not args.json:
+        write = partial(print, end="", flush=True)
         write(args.prompts[0])
-    try:
-        samples = continue_prompts(model, tokenizer, args.prompts, sampling, write=write)
-    finally:
-        if write:
+        try:
+            continue_prompts(model, tokenizer, args.prompts, sampling, write=write)
+        finally:
             write("\n")
-    for sample in [] if streams else samples:
+        return
+    for sample in continue_prompts(model, tokenizer, args.prompts, sampling):
         print_answer(args, asdict(sample), f"{sample.prompt}{sample.text}")

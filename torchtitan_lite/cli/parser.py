@@ -16,7 +16,6 @@ from torchtitan_lite.config.keys import KEYS, closest
 KEYS_HELP = "--table.key value overrides a key of the config: torchtitan-lite train --help"
 BOOL = re.compile("true|false|yes|no|on|off|0|1", re.IGNORECASE)
 WORD = re.compile("(?!--).*", re.DOTALL)
-MOST_DEVICES = 10**6  # of a run that is checked or planned
 FORM = partial(argparse.RawDescriptionHelpFormatter, max_help_position=26, width=100)
 
 
@@ -31,10 +30,6 @@ class Parser(argparse.ArgumentParser):
     def add_keys(self) -> None:
         """Accept `--table.key value` of every key of the config."""
         self.takes_keys, self.epilog = True, KEYS_HELP
-
-    def add_json(self) -> None:
-        """Add the option that `print_answer` reads."""
-        self.add_argument("--json", action="store_true", help="print JSON")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse a command line; `overrides` has the words that belong to keys of the config."""
@@ -92,6 +87,9 @@ def number(
         form = "whole number" if kind is int else "number"
         raise argparse.ArgumentTypeError(f"{text} must be a {form} from {least} to {most}")
     return value
+
+
+device_count = partial(number, most=10**6)
 
 
 def split_keys(argv: Sequence[str]) -> tuple[list[str], list[str]]:

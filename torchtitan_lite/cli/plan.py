@@ -11,7 +11,7 @@ from pathlib import Path
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import given_keys, load_config
 
-from .parser import MOST_DEVICES, Parser, number, print_answer
+from .parser import Parser, device_count, number, print_answer
 
 DATA_SHEET = {
     "bandwidth_tb_s": ("--bandwidth", "its memory bandwidth, 10^12 bytes per second"),
@@ -25,18 +25,17 @@ DATA_SHEET = {
 def add_arguments(parser: Parser) -> None:
     """Add the options, and every key of the config."""
     parser.add_keys()
-    parser.add_json()
-    option = parser.add_argument
-    count, positive = partial(number, most=MOST_DEVICES), partial(number, kind=float, least=1e-6)
+    option, positive = parser.add_argument, partial(number, kind=float, least=1e-6)
+    option("--json", action="store_true", help="print JSON")
 
     text = "number of processes, one per GPU (default: 8)"
-    option("--world-size", type=count, default=8, metavar="N", help=text)
+    option("--world-size", type=device_count, default=8, metavar="N", help=text)
     option("--device", metavar="NAME", help="GPU to plan for (default: the GPU of this machine)")
     for field, (name, meaning) in DATA_SHEET.items():
         text = f"{meaning} (default: data sheet)"
         option(name, dest=field, type=positive, metavar="X", help=text)
     text = "GPUs of a node (default: data sheet)"
-    option("--node-devices", type=count, metavar="N", help=text)
+    option("--node-devices", type=device_count, metavar="N", help=text)
     text = "results of scripts/gpu_day.sh on this GPU, whose rates replace published ones"
     option("--measured", type=Path, metavar="FILE", help=text)
 

@@ -17,7 +17,7 @@ def add_arguments(parser: Parser) -> None:
     """Add the options."""
     text = "a run folder, or a folder of them"
     parser.add_argument("folder", type=Path, metavar="FOLDER", help=text)
-    parser.add_json()
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> None:

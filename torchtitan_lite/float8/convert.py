@@ -1,7 +1,6 @@
 """Swap nn.Linear for its float8 kind, and update the weights' scales after each optimizer step."""
 
 import dataclasses
-from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -56,30 +55,25 @@ def convert_linears(
 
     Raises ConfigError if the installed torchao does not offer the recipe."""
     chosen = set(converted_names(choices))
-    convert = convert_to_mxfp8 if float8.recipe.kind == "mxfp8" else convert_to_float8
-    convert(model, chosen, float8=float8, emulate=emulate)
+    if float8.recipe.kind == "mxfp8":
+        convert_to_mxfp8(model, chosen, emulate=emulate)
+    else:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import
+
+        settings = dataclasses.replace(
+            Float8LinearConfig.from_recipe_name(float8.recipe_name),
+            emulate=emulate,
+            enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
+            pad_inner_dim=float8.pad_inner_dim,
+        )
+        convert_to_float8_training(
+            model, config=settings, module_filter_fn=lambda module, name: name in chosen
+        )
 
     converted = {name for name, module in model.named_modules() if is_float8(module)}
     assert converted == chosen, f"converted and chosen differ in {sorted(converted ^ chosen)}"
     if emulate:
         logger.info(f"float8 is emulated: the numerics of {float8.recipe_name}, not its speed")
-
-
-def convert_to_float8(
-    model: nn.Module, chosen: Collection[str], *, float8: Float8Config, emulate: bool
-) -> None:
-    """Swap the linears of `model` named in `chosen` for torchao's Float8Linear, in place."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import
-
-    settings = dataclasses.replace(
-        Float8LinearConfig.from_recipe_name(float8.recipe_name),
-        emulate=emulate,
-        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
-        pad_inner_dim=float8.pad_inner_dim,
-    )
-    convert_to_float8_training(
-        model, config=settings, module_filter_fn=lambda module, name: name in chosen
-    )
 
 
 def update_scales(model: nn.Module, float8: Float8Config) -> None:

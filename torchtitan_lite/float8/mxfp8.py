@@ -6,7 +6,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.config import Float8Config
 
 
 class MXFP8Linear(nn.Linear):
@@ -41,9 +40,7 @@ class MXFP8Linear(nn.Linear):
         return DTensor.from_local(local_output, weight.device_mesh, [output], run_check=False)
 
 
-def convert_to_mxfp8(
-    model: nn.Module, chosen: Collection[str], *, float8: Float8Config, emulate: bool
-) -> None:
+def convert_to_mxfp8(model: nn.Module, chosen: Collection[str], *, emulate: bool) -> None:
     """Swap the linears of `model` that are named in `chosen` for MXFP8Linear, in place.
 
     Raises ConfigError if the installed torchao has no MXFP8 for training."""
@@ -56,9 +53,9 @@ def convert_to_mxfp8(
         from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
     except ImportError as error:
         raise ConfigError(
-            f'[float8] recipe_name = "{float8.recipe_name}" needs torchao 0.18, and the installed '
-            f"torchao {torchao.__version__} does not offer it for training ({error}); install "
-            "that, or use another recipe."
+            '[float8] recipe_name = "mxfp8" needs torchao 0.18, and the installed torchao '
+            f"{torchao.__version__} does not offer it for training ({error}); install that, or use "
+            "another recipe."
         ) from error
 
     def multiply(input: Tensor, weight: Tensor) -> Tensor:

@@ -48,20 +48,6 @@ def measure_cast(tensor: Tensor, data: Tensor, scale: Tensor) -> tuple[Tensor, T
     return sums, torch.linalg.vector_norm(values, ord=math.inf)
 
 
-@contextmanager
-def run_eagerly(model: nn.Module) -> Iterator[None]:
-    """Run the compiled modules of `model` eagerly. Their code is kept. Unlike the compiler's
-    "force_eager", this leaves FlexAttention compiled: eager, it computes all scores."""
-    compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
-    try:
-        for module in compiled:
-            module._compiled_call_impl = None
-        yield
-    finally:
-        for module, call in compiled.items():
-            module._compiled_call_impl = call
-
-
 class NumericsMonitor:
     """Measure in some steps what a model's casts to float8 lose."""
 
@@ -85,8 +71,17 @@ class NumericsMonitor:
         """Measure all casts inside the context. Compiled blocks run eagerly, so theirs are seen."""
         self._sums.zero_()
         self._amax.zero_()
-        with run_eagerly(self._model), observe_float8_casts(self._add):
-            yield
+
+        # Not by "force_eager" of the compiler: eager FlexAttention computes all scores.
+        calls = {m: m._compiled_call_impl for m in self._model.modules() if m._compiled_call_impl}
+        try:
+            for module in calls:
+                module._compiled_call_impl = None
+            with observe_float8_casts(self._add):
+                yield
+        finally:
+            for module, call in calls.items():
+                module._compiled_call_impl = call
 
     @torch.no_grad()
     def _add(self, tensor: Tensor, cast: Any) -> None:

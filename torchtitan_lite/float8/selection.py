@@ -4,7 +4,7 @@ converted. catalog/recipes.py explains the three matmuls of a linear and their s
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -12,8 +12,8 @@ from torch import nn
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, ROW_SPLIT
-from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Recipe
-from torchtitan_lite.config import multiples_near
+from torchtitan_lite.catalog.recipes import Recipe
+from torchtitan_lite.config import Float8Config, multiples_near
 
 AUTO = "auto"  # in filter_fqns: keep the linears that float8 would not make faster
 TOKENS = "local_batch_size * seq_len / context_parallel_degree"
@@ -51,12 +51,10 @@ def matches(pattern: str, name: str) -> bool:
 
 def select_linears(
     model: nn.Module,
+    float8: Float8Config,
     *,
-    filter_fqns: Collection[str],
     tp_degree: int,
     tokens: int | None,
-    convert_output: bool = False,
-    recipe: Recipe = RECIPES[DEFAULT_RECIPE],
     slower: Callable[[Sequence[LinearChoice]], Mapping[str, str]] | None = None,
 ) -> list[LinearChoice]:
     """Decide for every nn.Linear of `model`, not yet sharded, whether it trains in float8.
@@ -64,24 +62,23 @@ def select_linears(
     `tokens` is M; None if it needs no check. With "auto" among the filters, linears that float8
     cannot multiply are kept in high precision, and the kinds for which `slower` returns a reason.
 
-    Raises ConfigError for a filter that matches nothing, or that contradicts `convert_output`, and
+    Raises ConfigError for a filter that matches nothing, or that contradicts convert_output, and
     for sizes that are no multiple of the recipe's."""
-    patterns = [pattern for pattern in filter_fqns if pattern != AUTO]
-    choices, errors = _apply_filters(model, patterns, tp_degree, convert_output)
+    patterns = [pattern for pattern in float8.filter_fqns if pattern != AUTO]
+    choices, errors = _apply_filters(model, patterns, tp_degree, float8.convert_output)
 
     # Keep what float8 matmuls cannot multiply, then what they would slow down; or refuse the first.
-    if AUTO in filter_fqns:
+    if AUTO in float8.filter_fqns:
         assert slower is not None, "auto needs a function that finds what float8 slows down"
-        multiple = recipe.size_multiple
-        odd = tokens is not None and tokens % multiple
-        odd_tokens = f"{TOKENS} = {tokens}" if odd else ""
+        multiple = float8.recipe.size_multiple
+        odd_tokens = f"{TOKENS} = {tokens}" if tokens is not None and tokens % multiple else ""
         for index, choice in enumerate(choices):
             misfit = odd_tokens or _misfits(choice, multiple, tp_degree)
             choices[index] = choice.keep(misfit and f"{misfit}, not a multiple of {multiple}")
         reasons = slower([choice for choice in choices if choice.converted])
         choices = [choice.keep(reasons.get(choice.kind, "")) for choice in choices]
     else:
-        errors += _size_errors(choices, recipe, tokens, tp_degree)
+        errors += _size_errors(choices, float8.recipe, tokens, tp_degree)
         if not any(choice.converted for choice in choices):
             count = sum(len(choice.names) for choice in choices)
             errors.append(

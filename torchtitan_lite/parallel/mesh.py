@@ -1,7 +1,6 @@
 """Process groups: the device mesh, gathers over it, and a process alone; and determinism."""
 
 import os
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,30 +20,21 @@ def build_mesh(degrees: ParallelDegrees, *, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, sizes, mesh_dim_names=MESH_DIMS)
 
 
-@dataclass(frozen=True)
 class Groups:
     """The mesh of all processes, and this rank's groups of processes in it."""
 
-    mesh: DeviceMesh
-    stages: dist.ProcessGroup  # the ranks of this rank's pipeline
-    losses: dist.ProcessGroup  # ranks with different tokens or stages: their losses add up
-    # Ranks that decide alike on an update, though they exchange neither losses nor norms: replicas
-    # clip their own gradients, and ranks of tensor parallelism compute the loss each.
-    replicas: dist.ProcessGroup
-    dp_rank: int  # ranks that differ only in pp, cp or tp share their samples
-
-
-def build_groups(degrees: ParallelDegrees, *, device_type: str) -> Groups:
-    """Build the mesh and its groups. A collective call."""
-    mesh = build_mesh(degrees, device_type=device_type)
-    losses = mesh["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")
-    return Groups(
-        mesh,
-        stages=mesh["pp"].get_group(),
-        losses=losses.get_group(),
-        replicas=mesh["dp_replicate", "tp"]._flatten("replicas").get_group(),
-        dp_rank=losses.get_local_rank() // degrees.cp % degrees.dp,
-    )
+    def __init__(self, degrees: ParallelDegrees, *, device_type: str) -> None:
+        """Build the mesh and its groups. A collective call."""
+        self.mesh = mesh = build_mesh(degrees, device_type=device_type)
+        self.stages = mesh["pp"].get_group()  # the ranks of this rank's pipeline
+        # Ranks with different tokens or stages: their losses add up.
+        losses = mesh["pp", "dp_replicate", "dp_shard", "cp"]._flatten("loss")
+        self.losses = losses.get_group()
+        # Ranks that decide alike on an update, though they exchange neither losses nor norms:
+        # replicas clip their own gradients, and ranks of tensor parallelism compute the loss each.
+        self.replicas = mesh["dp_replicate", "tp"]._flatten("replicas").get_group()
+        # Ranks that differ only in pp, cp or tp share their samples.
+        self.dp_rank = losses.get_local_rank() // degrees.cp % degrees.dp
 
 
 def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -67,7 +67,7 @@ class PipelinedMicrobatches:
         """`losses` are this rank's stages, `indices` their numbers of `n_stages`. `hidden` is like
         the residual stream of a microbatch, on meta [B, s, D]. `timed` measures the time of the
         `pipeline` and of `stage N`."""
-        self._number, self._device, self._timed = n_microbatches, device, timed
+        self._number, self._timed = n_microbatches, timed
         of_loss = torch.empty((), device="meta")
         self._stages = stages = [
             _Stage(
@@ -123,5 +123,5 @@ class PipelinedMicrobatches:
                 # The schedule hides what a stage raised, such as that memory is exhausted.
                 raise error.__cause__ or error from None
         if not losses:
-            return torch.zeros((), device=self._device)
+            return torch.zeros((), device=tokens.device)
         return torch.stack(losses).detach().sum()

@@ -23,8 +23,7 @@ def state_widths(config: Config) -> tuple[int, int]:
 
 def without_fsdp(job: Job) -> bool:
     """Return whether `job` trains without FSDP: if no two of its ranks have the same weights."""
-    data_ranks = job.degrees.dp * job.degrees.cp
-    return needs_no_fsdp(job.config.training, data_ranks=data_ranks)
+    return needs_no_fsdp(job.config.training, data_ranks=job.degrees.dp * job.degrees.cp)
 
 
 class Share:

@@ -77,17 +77,15 @@ def choose_linears(
     """Decide for every linear whether it trains in float8; for "auto", `slower` returns a reason
     against it by kind. Raises ConfigError."""
     float8 = job.config.float8
-    filters: Collection[str] = float8.filter_fqns
     if not float8.enable_float8_linear:
-        filters, slower = [AUTO], lambda linears: {each.kind: "float8 is off" for each in linears}
+        off = float8.model_copy(update={"filter_fqns": (AUTO,)})
+        float8, slower = off, lambda linears: {each.kind: "float8 is off" for each in linears}
     any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
     return select_linears(
         _on_meta(job.model_args),
-        filter_fqns=filters,
+        float8,
         tp_degree=job.degrees.tp,
         tokens=None if any_tokens else job.microbatch_tokens,
-        convert_output=float8.convert_output,
-        recipe=float8.recipe,
         slower=slower,
     )
 

@@ -25,7 +25,7 @@ from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.metrics.flops import document_squares, document_values
 from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.metrics.records import has_validation
-from torchtitan_lite.parallel.mesh import all_gather, build_groups
+from torchtitan_lite.parallel.mesh import Groups, all_gather
 from torchtitan_lite.run.process_group import set_timeouts
 from torchtitan_lite.run.run_folder import RunFolder
 from torchtitan_lite.run.watchdog import Watchdog
@@ -58,7 +58,7 @@ class Trainer:
         on all ranks but 0. A collective call."""
         self.job, self.config = job, job.config
         self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
-        self.groups = build_groups(job.degrees, device_type=device.type)
+        self.groups = Groups(job.degrees, device_type=device.type)
 
         # Data, from the first sample that has not been trained on.
         progress = NEW_RUN if resume is None else resume.manifest.progress
