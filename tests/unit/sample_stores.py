@@ -2,15 +2,17 @@
 one without files."""
 
 import hashlib
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from torchtitan_lite.data.store_writer import hash_ids, write_manifest
+from torchtitan_lite.base.jsonfile import write_hashed_json
+from torchtitan_lite.data.store_writer import hash_ids
 from torchtitan_lite.data.token_store import (
+    MANIFEST_FILE,
     Shard,
     StoreManifest,
     StoreRecipe,
@@ -53,7 +55,8 @@ def write_store(
     manifest = StoreManifest(recipe, int(ids.max()), 0, "", tuple(shards))
     known = replace(manifest, recipe=replace(recipe, vocab_size=2**16))
     fingerprint = hash_ids(TokenStore(folder, known))
-    write_manifest(folder, replace(manifest, fingerprint=fingerprint))
+    fields = asdict(replace(manifest, fingerprint=fingerprint))
+    write_hashed_json(folder / MANIFEST_FILE, fields)
     return folder
 
 

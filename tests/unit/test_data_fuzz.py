@@ -16,7 +16,7 @@ from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.base.jsonfile import write_hashed_json
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.store_writer import hash_ids
-from torchtitan_lite.data.token_store import TokenStore, verify_store
+from torchtitan_lite.data.token_store import TokenStore, find_damage, read_manifest
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 
 FUZZ = settings(max_examples=200, deadline=None)
@@ -62,13 +62,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-# ----- TokenStore, verify_store -----
+# ----- TokenStore, find_damage -----
 
 
 def use_store(store: Path) -> None:
     """Read a store in every way."""
     with suppress(DataError):
-        verify_store(store)
+        find_damage(store, read_manifest(store), read=True)
     with suppress(DataError):
         hash_ids(TokenStore(store))
 

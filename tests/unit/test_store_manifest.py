@@ -11,7 +11,7 @@ from sample_stores import RECIPE, write_store
 
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.base.jsonfile import write_hashed_json
-from torchtitan_lite.data.token_store import find_damage, read_manifest, verify_store
+from torchtitan_lite.data.token_store import find_damage, read_manifest
 
 DOCUMENTS = [[10, 11, 12], [20], [30, 31, 32, 33, 34, 35], []]
 OLD = replace(RECIPE, format=2)
@@ -55,7 +55,7 @@ def test_fields_and_files_of_earlier_versions_are_passed_over(store):
     before = read_manifest(store)
     change(store, tokens=18, documents=4, recipe=vars(RECIPE) | {"shard_tokens": 9}, shards=shards)
     (store / "documents-00000.bin").write_bytes(b"starts")
-    assert read_manifest(store) == before and verify_store(store) == []
+    assert read_manifest(store) == before and find_damage(store, before, read=True) == []
 
 
 @pytest.mark.parametrize("found", [1, 4])
@@ -116,7 +116,7 @@ def test_a_missing_folder_is_missing_and_not_damaged(tmp_path):
 
 def test_files_of_wrong_sizes(store):
     found = read_manifest(store)
-    assert find_damage(store, found) == [] and verify_store(store) == []
+    assert find_damage(store, found) == find_damage(store, found, read=True) == []
     with (store / "tokens-00001.bin").open("ab") as file:
         file.write(b"\0")
     (store / "tokens-00000.bin").unlink()
@@ -124,7 +124,7 @@ def test_files_of_wrong_sizes(store):
         "tokens-00000.bin: No such file or directory",
         "tokens-00001.bin has 17 bytes, not 16",
     ]
-    assert find_damage(store, found) == verify_store(store) == problems
+    assert find_damage(store, found) == find_damage(store, found, read=True) == problems
 
 
 @pytest.mark.timeout(20)
@@ -138,9 +138,6 @@ def test_pipes_are_named_and_not_waited_for(store):
         read_manifest(store)
 
 
-# ----- verify_store -----
-
-
 @given(data=st.data())
 def test_any_flipped_bit_is_found_and_its_file_named(tmp_path_factory, data):
     folder = write_store(tmp_path_factory.mktemp("flip") / "store", DOCUMENTS)
@@ -149,7 +146,8 @@ def test_any_flipped_bit_is_found_and_its_file_named(tmp_path_factory, data):
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(content)
-    assert verify_store(folder) == [f"{path.name}: its contents have changed"]
+    damage = find_damage(folder, read_manifest(folder), read=True)
+    assert damage == [f"{path.name}: its contents have changed"]
 
 
 def test_swapped_shards_are_named(tmp_path):
@@ -158,4 +156,5 @@ def test_swapped_shards_are_named(tmp_path):
     contents = [(store / name).read_bytes() for name in names]
     for name, content in zip(names, reversed(contents), strict=True):
         (store / name).write_bytes(content)
-    assert verify_store(store) == [f"{name}: its contents have changed" for name in names]
+    damage = find_damage(store, read_manifest(store), read=True)
+    assert damage == [f"{name}: its contents have changed" for name in names]

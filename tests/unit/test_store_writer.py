@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.base.jsonfile import write_hashed_json
 from torchtitan_lite.data import sources, store_writer
 from torchtitan_lite.data.sources import open_source
-from torchtitan_lite.data.store_writer import encode_rows, make_store, write_manifest
-from torchtitan_lite.data.token_store import TokenStore, read_manifest, verify_store
+from torchtitan_lite.data.store_writer import encode_rows, make_store
+from torchtitan_lite.data.token_store import MANIFEST_FILE, TokenStore, find_damage, read_manifest
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
 TEXTS = [f"document {i}: " + "word " * (i * 7 % 40) for i in range(60)]
@@ -122,7 +123,7 @@ def test_a_store_holds_every_document(tmp_path, corpus, monkeypatch, chunk_bytes
     assert tokens_of(store) == expected
     assert (store.documents, store.max_token_id) == (60, max(expected))
     assert store.manifest.recipe.source == str(corpus)
-    assert verify_store(store.folder) == []
+    assert find_damage(store.folder, store.manifest, read=True) == []
     assert names(tmp_path) == LEFT
 
 
@@ -136,7 +137,8 @@ def test_a_limited_store_ends_with_the_document_that_reaches_its_tokens(
     whole = made(tmp_path / "store", corpus, max_tokens=max_tokens)
     store = TokenStore(tmp_path / "store")
     assert tokens_of(store) == expected
-    assert (store.documents, verify_store(store.folder)) == (60 - len(left), [])
+    assert store.documents == 60 - len(left)
+    assert find_damage(store.folder, store.manifest, read=True) == []
 
     # Neither other batches nor an interruption change it.
     monkeypatch.setattr(store_writer, "BATCH_BYTES", 1)
@@ -199,7 +201,8 @@ def test_a_store_of_format_2_is_not_made_again(tmp_path, corpus, notices):
     made(tmp_path / "store", corpus)
     manifest = read_manifest(tmp_path / "store")
     recipe = replace(manifest.recipe, format=2)
-    write_manifest(tmp_path / "store", replace(manifest, recipe=recipe))
+    fields = asdict(replace(manifest, recipe=recipe))
+    write_hashed_json(tmp_path / "store" / MANIFEST_FILE, fields)
     files = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
     assert made(tmp_path / "store", corpus) == files
     assert sum("tokenized" in message for message in notices.messages) == 1

@@ -8,7 +8,7 @@ import json
 import multiprocessing
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from sample_stores import RECIPE, stream, write_store
 
 from torchtitan_lite.base.errors import DataError, StorageError
+from torchtitan_lite.base.jsonfile import write_hashed_json
 from torchtitan_lite.catalog.datasets import NamedDataset
 from torchtitan_lite.data import store_writer, token_store
 from torchtitan_lite.data.corpus import open_data
@@ -219,7 +220,8 @@ def test_a_cache_of_another_format_is_not_removed(corpus):
     folder = cached(corpus).folder
     manifest = token_store.read_manifest(folder)
     recipe = replace(manifest.recipe, format=4)
-    store_writer.write_manifest(folder, replace(manifest, recipe=recipe))
+    fields = asdict(replace(manifest, recipe=recipe))
+    write_hashed_json(folder / token_store.MANIFEST_FILE, fields)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(DataError, match=r"recipe\.format: Input should be 2 or 3; .* data make"):
         cached(corpus)

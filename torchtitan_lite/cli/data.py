@@ -18,7 +18,7 @@ from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import storage_fix
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.store_writer import make_store
-from torchtitan_lite.data.token_store import TokenStore, verify_store
+from torchtitan_lite.data.token_store import TokenStore, find_damage, read_manifest
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
 from .parser import number, path_text
@@ -63,7 +63,7 @@ def make(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> None:
     """Check the store. Raises DataError if something is wrong."""
-    if problems := verify_store(args.store):
+    if problems := find_damage(args.store, read_manifest(args.store), read=True):
         raise DataError("\n".join(problems))
     store = TokenStore(args.store)
     counts = f"{store.documents:,} documents, {store.tokens:,} tokens"

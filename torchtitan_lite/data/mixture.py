@@ -18,10 +18,16 @@ class Mixture:
         """`shares` are above 0. Time and memory grow with their sum: remove common divisors."""
         self.shares = np.array(shares, np.int64)
         self.period = sum(shares)
-        self._store_of_slot = _schedule(self.shares)
+        self._store_of_slot = np.empty(self.period, np.int64)
         self._rank_of_slot = np.empty(self.period, np.int64)
-        for store, share in enumerate(shares):
-            self._rank_of_slot[self._store_of_slot == store] = np.arange(share)
+        done = np.zeros_like(self.shares)
+        for slot in range(self.period):
+            # The earliest deadline comes first.
+            may_come = done * self.period // self.shares <= slot
+            deadlines = -(-(done + 1) * self.period // self.shares)
+            store = np.where(may_come, deadlines, self.period + 1).argmin()
+            self._store_of_slot[slot], self._rank_of_slot[slot] = store, done[store]
+            done[store] += 1
 
     def __call__(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the store of each sample, and the sample's number within that store.
@@ -41,16 +47,3 @@ class Mixture:
         """Return the sample that is the store's `number`-th, from 0: the inverse of a call."""
         period, rank = divmod(number, int(self.shares[store]))
         return period * self.period + int(np.flatnonzero(self._store_of_slot == store)[rank])
-
-
-def _schedule(shares: np.ndarray) -> np.ndarray:
-    """Return the store of each slot of a period, int64 [period]: the earliest deadline first."""
-    period = shares.sum()
-    done = np.zeros_like(shares)
-    order = np.empty(period, np.int64)
-    for slot in range(period):
-        may_come = done * period // shares <= slot
-        deadlines = -(-(done + 1) * period // shares)
-        order[slot] = np.where(may_come, deadlines, period + 1).argmin()
-        done[order[slot]] += 1
-    return order

@@ -20,10 +20,8 @@ from .hf_dataset import open_hf_dataset
 from .rows import COMPRESSED, Row, grouped, read_jsonl, read_text, reading
 from .token_store import tokens_file
 
-TEXT_KINDS = {
-    **dict.fromkeys((".txt", ".md", ".rst", ".py"), read_text),
-    **dict.fromkeys((".jsonl", ".json"), read_jsonl),
-}
+TEXT_KINDS = dict.fromkeys((".txt", ".md", ".rst", ".py"), read_text)
+TEXT_KINDS |= dict.fromkeys((".jsonl", ".json"), read_jsonl)
 READERS = {
     kind + packed: reader for kind, reader in TEXT_KINDS.items() for packed in ("", *COMPRESSED)
 }
@@ -111,11 +109,8 @@ def _all_files(path: Path, dataset: NamedDataset) -> Iterator[Path]:
     if tokens_file(0) in names:  # also the store that is being made
         return
     for name in names:
-        is_skipped = name.startswith(".") or name.rstrip("/") in dataset.skipped_folders
-        if name.endswith("/") and not is_skipped:
+        if not name.startswith(".") and name.rstrip("/") not in dataset.skipped_folders:
             yield from _all_files(path / name, dataset)
-        elif not is_skipped:
-            yield path / name
 
 
 def _hash(root: Path, dataset: NamedDataset) -> str:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -98,10 +98,9 @@ def make_store(
 
         # A new store gets its final name when it is complete.
         partial = folder.with_name(f"{folder.name}.partial")
-        unfinished = _open_unfinished(partial, recipe, skip_bad)
+        unfinished = UnfinishedStore(partial, recipe, skip_bad=skip_bad)
         if not unfinished.manifest.fingerprint:  # else a run was killed before the next line
-            unfinished.make_shards(source, tokenizer, max_tokens or sys.maxsize)
-            unfinished.finish(source)
+            unfinished.complete(source, tokenizer, max_tokens or sys.maxsize)
         partial.rename(folder)
         fsync_folder(folder.parent)
 
@@ -139,34 +138,31 @@ def _check_inputs(folder: Path, found: StoreManifest, recipe: StoreRecipe) -> No
         )
 
 
-def _open_unfinished(folder: Path, recipe: StoreRecipe, skip_bad: int) -> "UnfinishedStore":
-    """Open a new or unfinished store. Raises DataError if its folder holds something else."""
-    folder.mkdir(exist_ok=True)
-    if any(folder.iterdir()) and not (folder / tokens_file(0)).exists():
-        raise DataError(f"{folder} is in the way, and no unfinished store; remove it")
-    if not is_store(folder):
-        nothing = StoreManifest(recipe, 0, 0, fingerprint="", shards=())
-        return UnfinishedStore(folder, nothing, skip_bad)
-
-    done = read_manifest(folder)
-    _check_inputs(folder, done, recipe)
-    for problem in find_damage(folder, done):
-        raise DataError(f"{folder}: {problem}; remove the folder, to start again")
-    logger.info(f"{folder}: going on after {done.documents:,} documents, {done.tokens:,} tokens")
-    return UnfinishedStore(folder, replace(done, recipe=recipe), skip_bad)
-
-
-@dataclass
 class UnfinishedStore:
-    """A store that grows in `folder`, one shard per chunk of its source."""
+    """A store that grows in `folder`, one shard per chunk of its source. Raises DataError if the
+    folder holds something else."""
 
-    folder: Path
-    manifest: StoreManifest
-    """Of the finished shards."""
-    skip_bad: int
+    def __init__(self, folder: Path, recipe: StoreRecipe, *, skip_bad: int) -> None:
+        self.folder, self.skip_bad = folder, skip_bad
+        self.manifest = StoreManifest(recipe, 0, 0, fingerprint="", shards=())
+        """Of the finished shards."""
+        folder.mkdir(exist_ok=True)
+        if any(folder.iterdir()) and not (folder / tokens_file(0)).exists():
+            raise DataError(f"{folder} is in the way, and no unfinished store; remove it")
+        if not is_store(folder):
+            return
 
-    def make_shards(self, source: Source, tokenizer: Tokenizer, max_tokens: int) -> None:
-        """Write the shards of the remaining chunks."""
+        done = read_manifest(folder)
+        _check_inputs(folder, done, recipe)
+        for problem in find_damage(folder, done):
+            raise DataError(f"{folder}: {problem}; remove the folder, to start again")
+        self.manifest = replace(done, recipe=recipe)
+        counts = f"{done.documents:,} documents, {done.tokens:,} tokens"
+        logger.info(f"{folder}: going on after {counts}")
+
+    def complete(self, source: Source, tokenizer: Tokenizer, max_tokens: int) -> None:
+        """Write the shards of the remaining chunks, and turn all into a store. Removes them, and
+        raises DataError, if they hold no document or the text has changed."""
         chunk_count = sum(1 for _ in source.chunks())
         for number, chunk in enumerate(source.chunks()):
             if number >= len(self.manifest.shards) and self.manifest.tokens < max_tokens:
@@ -174,9 +170,6 @@ class UnfinishedStore:
                 counts = f"{number + 1:,} of {chunk_count:,} chunks"
                 logger.info(f"{source.name}: {counts}, {self.manifest.tokens:,} tokens")
 
-    def finish(self, source: Source) -> None:
-        """Turn the shards into a store. Removes them, and raises DataError, if they hold no
-        document or the text has changed."""
         problem = "" if self.manifest.documents else "holds 0 documents; name text that has some"
         if source.fingerprint_now() != source.fingerprint:
             problem = "changed while it was read; run again"
@@ -184,7 +177,8 @@ class UnfinishedStore:
             remove_folder(self.folder)
             raise DataError(f"{source.name} {problem}")
         fingerprint = hash_ids(TokenStore(self.folder, self.manifest))
-        write_manifest(self.folder, replace(self.manifest, fingerprint=fingerprint))
+        finished = replace(self.manifest, fingerprint=fingerprint)
+        write_hashed_json(self.folder / MANIFEST_FILE, asdict(finished))
         for draft in self.folder.glob(f".{MANIFEST_FILE}.*"):  # of a killed run
             draft.unlink()
 
@@ -199,8 +193,14 @@ class UnfinishedStore:
         batches = encode_batches(rows, tokenizer, dtype=dtype, threads=threads)
         with closing(batches), path.open("wb") as file:
             for encoded, bad_rows in batches:
-                skipped_rows += len(bad_rows)
-                self._report_bad(bad_rows, skipped_rows)
+                for row in bad_rows:
+                    skipped_rows += 1
+                    if skipped_rows > self.skip_bad:
+                        raise DataError(
+                            f"{row.place}: {row.problem}; fix the row, or make a store with "
+                            f"torchtitan-lite data make --skip-bad {skipped_rows} or more"
+                        )
+                    logger.warning(f"skipped: {row.place}: {row.problem}")
                 for ids in encoded:
                     if tokens < room:
                         file.write(ids.data)
@@ -218,22 +218,7 @@ class UnfinishedStore:
             skipped_rows=skipped_rows,
             shards=(*self.manifest.shards, Shard(tokens, documents, hash_file(path))),
         )
-        write_manifest(self.folder, self.manifest)
-
-    def _report_bad(self, rows: list[Row], skipped: int) -> None:
-        """Log bad rows, the last of `skipped` in all. Raises DataError for more than `skip_bad`."""
-        for number, row in enumerate(rows, start=skipped - len(rows) + 1):
-            if number > self.skip_bad:
-                raise DataError(
-                    f"{row.place}: {row.problem}; fix the row, or make a store with "
-                    f"torchtitan-lite data make --skip-bad {number} or more"
-                )
-            logger.warning(f"skipped: {row.place}: {row.problem}")
-
-
-def write_manifest(folder: Path, manifest: StoreManifest) -> None:
-    """Write a store's manifest, with a hash of all its fields, in one step."""
-    write_hashed_json(folder / MANIFEST_FILE, asdict(manifest))
+        write_hashed_json(self.folder / MANIFEST_FILE, asdict(self.manifest))
 
 
 def hash_ids(store: TokenStore) -> str:

@@ -136,11 +136,6 @@ def unusable(folder: Path, reason: str) -> DataError:
     )
 
 
-def verify_store(folder: Path) -> list[str]:
-    """Read a whole store, and list what is wrong with it. Raises DataError for its manifest."""
-    return find_damage(folder, read_manifest(folder), read=True)
-
-
 class TokenStore:
     """The token store in a folder. Raises DataError for one that is unfinished or broken. A read
     raises it for a file that was cut off or an id above the highest, and StorageError for a file

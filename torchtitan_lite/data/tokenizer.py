@@ -168,7 +168,15 @@ def read_tiktoken(content: bytes) -> Vocabulary:
     as Llama 3's, whose special tokens follow the ranks."""
     import tiktoken  # of the [llama] extra
 
-    ranks = _read_ranks(content)
+    # tiktoken's own reader caches files, and would go on with its copy after a file has changed.
+    try:
+        pairs = [line.split() for line in content.splitlines()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:
+        raise ValueError(f"is not a whole tiktoken file: {error}") from error
+    if list(ranks.values()) != list(range(len(pairs))):
+        raise ValueError("is not a whole tiktoken file: ranks are missing, or tokens stand twice")
+
     bos_id = len(ranks)
     encoding = tiktoken.Encoding(
         "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
@@ -184,19 +192,6 @@ def read_tiktoken(content: bytes) -> Vocabulary:
         encode=lambda texts: [encode(text) for text in texts],
         decode=lambda ids: encoding.decode([token for token in ids if token < bos_id]),
     )
-
-
-def _read_ranks(content: bytes) -> dict[bytes, int]:
-    """Return the rank of each token. tiktoken's own reader caches files, and would go on with its
-    copy after a file has changed."""
-    try:
-        pairs = [line.split() for line in content.splitlines()]
-        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except ValueError as error:
-        raise ValueError(f"is not a whole tiktoken file: {error}") from error
-    if list(ranks.values()) != list(range(len(pairs))):
-        raise ValueError("is not a whole tiktoken file: ranks are missing, or tokens stand twice")
-    return ranks
 
 
 def _pieces(text: str) -> Iterator[str]:
