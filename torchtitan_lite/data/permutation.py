@@ -46,25 +46,18 @@ class Permutation:
         column = cells - row * self._columns
         moved, fixed = (row, self._rows), (column, self._columns)
         for factor, summand in self._round_keys:
-            _shift(moved[0], moved[1], _hash(fixed[0], factor, summand))
+            # Rotate by the share bits / 2^32 of the size, in place.
+            coordinate, size = moved
+            bits = _hash(fixed[0], factor, summand)
+            coordinate += (bits * size) >> HALF
+            # Below the size, the unsigned difference wraps around to a larger number.
+            np.minimum(coordinate, coordinate - size, out=coordinate)
             moved, fixed = fixed, moved
         return row * self._columns + column
 
 
 def _hash(values: np.ndarray, factor: np.uint64, summand: np.uint64) -> np.ndarray:
     """Return 32 mixed bits of each value."""
-    bits = values * (factor | np.uint64(1))
-    bits += summand
-    bits ^= bits >> HALF
-    bits *= MIXER
-    bits >>= HALF
-    return bits
-
-
-def _shift(coordinate: np.ndarray, size: np.uint64, bits: np.ndarray) -> None:
-    """Add the share bits / 2^32 of the size to the coordinate, modulo the size, in place."""
-    bits *= size
-    bits >>= HALF
-    coordinate += bits
-    # Below the size, the unsigned difference wraps around to a larger number.
-    np.minimum(coordinate, coordinate - size, out=coordinate)
+    bits = values * (factor | np.uint64(1)) + summand
+    bits = (bits ^ (bits >> HALF)) * MIXER
+    return bits >> HALF
