@@ -32,7 +32,7 @@ from torchtitan_lite.config import load_config
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.token_store import TokenStore
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.metrics.hardware import peak_memory_gib, synchronize
+from torchtitan_lite.metrics.hardware import peak_memory_gib
 from torchtitan_lite.models.loss import CrossEntropy
 
 LOSSES = ("plain", "ours, eager", "ours, compiled")
@@ -82,7 +82,7 @@ def measure_loss(kind: str, *, tokens: int, vocab_size: int, dim: int) -> LossCo
     before = peak_gib()
     loss(x, weight, labels=labels).backward()
     x.grad = weight.grad = None
-    synchronize(device)
+    torch.get_device_module(device).synchronize(device)
     began = time.perf_counter()
     total = loss(x, weight, labels=labels)
     total.backward()

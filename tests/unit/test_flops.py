@@ -82,7 +82,7 @@ def test_ledger_of_8b_has_the_share_in_fp8(recipe, share):
 @pytest.mark.parametrize(("recipe", "runs_in"), [("tensorwise", "fp32"), ("mxfp8", "bf16")])
 def test_ledger_counts_emulated_fp8_as_what_it_runs_in(recipe, runs_in):
     real, emulated = (build(recipe, emulate=each).ledger for each in (False, True))
-    assert (real.emulated, emulated.emulated) == (False, True)
+    assert (real.fp8_runs_in, emulated.fp8_runs_in) == ("fp8", runs_in)
     assert emulated.by_precision["fp8"] == 0 < real.by_precision["fp8"]
     assert emulated.by_precision[runs_in] == real.by_precision[runs_in] + real.by_precision["fp8"]
     assert sum(emulated.by_precision.values()) == real.total

@@ -15,7 +15,7 @@ from torchtitan_lite.metrics.base_writer import Writer
 from torchtitan_lite.metrics.figures import StepRecord
 from torchtitan_lite.metrics.flops import FlopsLedger, compute_rates
 from torchtitan_lite.metrics.hardware import Peaks, published_peaks
-from torchtitan_lite.metrics.processor import MetricsProcessor, Skips, StepValues
+from torchtitan_lite.metrics.processor import MetricsProcessor, StepValues
 from torchtitan_lite.metrics.stage_times import StageTimes
 from torchtitan_lite.metrics.summary import Summary, summary_lines
 
@@ -183,6 +183,7 @@ class Run:
         self.step += 1
         loss = torch.tensor(10.0 - self.step)
         values = StepValues(
+            step=self.step,
             tokens=1000 * self.step,
             epochs={"a": self.step / 2},
             lr=self.step / 10,
@@ -194,7 +195,7 @@ class Run:
             **{name: torch.tensor(x, dtype=torch.float64) for name, x in more.items()},
         )
         before = len(self.recorder.records)
-        made = self.metrics.end_step(self.step, values)
+        made = self.metrics.end_step(values)
         assert made == (len(self.recorder.records) > before)
         newest = self.recorder.records[-1] if self.recorder.records else None
         return newest if newest and newest.step == self.step else None
@@ -343,18 +344,23 @@ def test_log_numerics_and_outside_step_wait_for_the_device_and_write_the_records
     assert run.recorder.scalars == [(4, "checkpoint_s", 1.0)]
 
 
-def test_skips_has_the_longest_series_of_steps_without_an_update():
+def test_skips_error_is_of_the_longest_series_of_steps_without_an_update():
     run = Run(log_freq=100, late=True)
     run.train_step(1.0)
     run.train_step(1.0, skips=1)
-    assert run.metrics.skips == Skips()
+    assert run.metrics.skips_error(1) is None
     run.device.done = run.device.now
     run.train_step(1.0, skips=2)
-    assert run.metrics.skips == Skips(consecutive=1, step=2, loss=8.0, grad_norm=4.0)
+    error = run.metrics.skips_error(1)
+    assert re.search("the 1 steps up to 2 .*loss = 8.0, grad_norm = 4.0", str(error))
     run.device.done = math.inf
     for skips in (0, 1, 2):
         run.train_step(1.0, skips=skips)
-    assert run.metrics.skips == Skips(consecutive=2, step=3, loss=7.0, grad_norm=3.5)
+    assert run.metrics.skips_error(3) is None
+    error = run.metrics.skips_error(2)
+    assert error is not None and error.exit_code == 5
+    rule = r"max_consecutive_skips = 2: the 2 steps up to 3 .*loss = 7\.0, grad_norm = 3\.5.* lr"
+    assert re.search(rule, str(error))
     assert (run.recorder.steps, run.device.waits) == ([1], 0)
 
 

@@ -1,7 +1,5 @@
 """The parts of the trainer that need no processes."""
 
-import math
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.config import CheckpointConfig, ParallelDegrees
-from torchtitan_lite.metrics.processor import Skips
 from torchtitan_lite.parallel.mesh import Groups
 from torchtitan_lite.training import trainer
 
@@ -53,16 +50,6 @@ def test_groups_of_replicas_and_ranks_of_tensor_parallelism_skip_together():
         groups = Groups(ParallelDegrees(2, 2, 1, 2, 2), device_type="cpu")
         assert dist.get_process_group_ranks(groups.replicas) == group
         dist.destroy_process_group()
-
-
-def test_skips_in_a_row_end_the_run():
-    assert Skips().error(1) is None
-    skips = Skips(consecutive=3, step=7, loss=math.nan, grad_norm=1.0)
-    assert skips.error(4) is None
-    error = skips.error(3)
-    assert error is not None and error.exit_code == 5
-    rule = r"max_consecutive_skips = 3: the 3 steps up to 7 .*loss = nan, grad_norm = 1\.0.* lr"
-    assert re.search(rule, str(error))
 
 
 @pytest.mark.parametrize("enabled", [True, False])

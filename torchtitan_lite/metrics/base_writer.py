@@ -32,8 +32,15 @@ class Writer:
     """Name of a writer that a run leaves out, with a warning, once it fails."""
 
     def write(self, record: StepRecord) -> None:
-        """Write the record of a step; by default the figures that are known."""
-        self.write_scalars(record.step, record.known())
+        """Write the record of a step; by default the figures that are known, one with several
+        values as epochs/STORE."""
+        known: dict[str, float] = {}
+        for name, value in record.to_json().items():
+            if isinstance(value, Mapping):
+                known |= {f"{name}/{key}": x for key, x in value.items()}
+            elif name != "step" and value is not None:
+                known[name] = value
+        self.write_scalars(record.step, known)
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write named figures, such as a validation loss, which belongs to no record."""

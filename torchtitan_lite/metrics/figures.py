@@ -21,11 +21,6 @@ class Figure:
     """TensorBoard tag, torchtitan's where it has one; empty: no curve."""
 
 
-def format_mfu(mfu: float | None, *, approximate: bool) -> str:
-    """Format a utilisation: 41.2%, ~41.2% if it is approximate, n/a if it is unknown."""
-    return "n/a" if mfu is None else f"{'~' if approximate else ''}{mfu:.1f}%"
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """The figures of one logged step, in the order of metrics.jsonl. Rates and times are averages
@@ -102,18 +97,9 @@ class StepRecord:
         """Return the line of metrics.jsonl."""
         return {name: getattr(self, name) for name in STEP_FIGURES}
 
-    def known(self) -> dict[str, float]:
-        """Return the figures beside the step that are known, by name; one with several values as
-        epochs/STORE."""
-        known: dict[str, float] = {}
-        for name, value in self.to_json().items():
-            if name == "step":
-                continue
-            if isinstance(value, Mapping):
-                known |= {f"{name}/{key}": x for key, x in value.items()}
-            elif value is not None:
-                known[name] = value
-        return known
+    def format_mfu(self, mfu: float | None) -> str:
+        """Format a utilisation: 41.2%, ~41.2% if it is approximate, n/a if it is unknown."""
+        return "n/a" if mfu is None else f"{'~' if self.approximate_mfu else ''}{mfu:.1f}%"
 
 
 STEP_FIGURES: dict[str, Figure] = {

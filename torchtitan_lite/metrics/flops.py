@@ -45,11 +45,6 @@ class FlopsLedger:
         """All FLOPs per token, without recomputation."""
         return sum(self.by_precision.values())
 
-    @property
-    def emulated(self) -> bool:
-        """Whether the fp8 matmuls run in another precision."""
-        return self.fp8_runs_in != "fp8"
-
 
 def count_flops(
     model: nn.Module,
@@ -134,18 +129,20 @@ def compute_rates(
     masks leave `attention_share` of attention's FLOPs."""
     flops, measured = ledger.by_precision, replace(peaks, published={}, given={})
     with_recompute = {name: count + ledger.recompute[name] for name, count in flops.items()}
-    mfu_documents = None
+    mfu_documents = mfu_fp8_peak = None
     if attention_share is not None:
         of_documents: dict[Precision, float] = dict(flops)
         of_documents[ledger.attention_runs_in] -= (1 - attention_share) * ledger.attention
         mfu_documents = peaks.utilisation(tps, of_documents)
+    if ledger.fp8_runs_in == "fp8":
+        mfu_fp8_peak = peaks.utilisation(tps, {"fp8": ledger.total})
     return {
         "tps": tps,
         "tflops": ledger.total * tps / 1e12,
         "mfu": peaks.utilisation(tps, flops),
         "mfu_documents": mfu_documents,
         "mfu_bf16_peak": peaks.utilisation(tps, {"bf16": ledger.total}),
-        "mfu_fp8_peak": None if ledger.emulated else peaks.utilisation(tps, {"fp8": ledger.total}),
+        "mfu_fp8_peak": mfu_fp8_peak,
         "mfu_achievable": measured.utilisation(tps, flops),
         "hfu": peaks.utilisation(tps, with_recompute) if ledger.recompute_is_known else None,
     }

@@ -119,6 +119,7 @@ def measure_peak(precision: Precision, device: torch.device) -> float:
         matmul = partial(torch.matmul, a.to(dtype), b.to(dtype))
 
     seconds: list[float] = []
+    synchronize = torch.get_device_module(device).synchronize
     matmul()  # the first call builds the kernel
     synchronize(device)
     while sum(seconds) < _MEASURE_SECONDS:
@@ -166,12 +167,6 @@ def record_cuda_event() -> torch.cuda.Event:
     return event
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait until `device` has done all requested work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory so far, GiB: reserved by torch on a GPU, resident on CPU."""
     if device.type == "cpu":
@@ -179,13 +174,8 @@ def peak_memory_gib(device: torch.device) -> float:
     return torch.cuda.max_memory_reserved(device) / _GIB
 
 
-def host_memory_gib() -> float:
-    """Return the memory of this host, GiB."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
-
-
-def total_memory_gib(device: torch.device) -> float | None:
-    """Return a GPU's memory, GiB; None on CPU, where other processes share the memory."""
+def total_memory_gib(device: torch.device, *, sharing: int = 1) -> float:
+    """Return a GPU's memory, GiB, or on CPU the part of the host's of each of `sharing` ranks."""
     if device.type == "cpu":
-        return None
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB / sharing
     return torch.cuda.get_device_properties(device).total_memory / _GIB

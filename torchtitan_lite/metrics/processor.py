@@ -42,6 +42,7 @@ of the `pipeline` and each computation of a `stage N` in it."""
 class StepValues:
     """What a step computed, reduced over the ranks, by the names of figures in StepRecord."""
 
+    step: int
     tokens: int
     epochs: Mapping[str, float]
     loss: Scalar
@@ -64,7 +65,6 @@ class StepValues:
 class _EndedStep:
     """A step whose values are on their way to the host, in `copy` after the event `arrives`."""
 
-    step: int
     time: float
     spans: list[Span]
     computed: StepValues
@@ -75,27 +75,6 @@ class _EndedStep:
         """Return the step's values as numbers, once they have arrived."""
         numbers = zip(self.computed.on_device(), self.copy.tolist(), strict=True)
         return replace(self.computed, **dict(numbers))
-
-
-@dataclass(frozen=True)
-class Skips:
-    """Consecutive steps without an update, and the figures of the last of them."""
-
-    consecutive: int = 0
-    step: int = 0
-    loss: float = 0.0
-    grad_norm: float = 0.0
-
-    def error(self, limit: int) -> NumericError | None:
-        """Return the error that ends a run after `limit` steps, max_consecutive_skips."""
-        if self.consecutive < limit:
-            return None
-        return NumericError(
-            f"[training] max_consecutive_skips = {limit}: the {self.consecutive} steps up to "
-            f"{self.step} had no update, as the loss or gradient of a rank was not finite, or the "
-            f"loss a spike; step {self.step}: loss = {self.loss}, grad_norm = {self.grad_norm}. "
-            "Lower [optimizer] lr, lengthen [lr_scheduler] warmup_steps, or look at the data."
-        )
 
 
 class MetricsProcessor:
@@ -119,8 +98,7 @@ class MetricsProcessor:
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
         self.device, self.n_devices, self.writers = device, n_devices, writers
         self.stage_times: StageTimes | None = None  # of a pipeline, set before the first step
-        self.skips = Skips()
-        """The longest series that the host knows of."""
+        self._most_skips: StepValues | None = None  # of the step with the most consecutive ones
 
         # The steps that the host has not read yet, and the time of the one that runs.
         self.record_event: Any = record_cuda_event if device.type == "cuda" else HostEvent
@@ -172,15 +150,15 @@ class MetricsProcessor:
 
     # ----- Steps -----
 
-    def end_step(self, step: int, values: StepValues) -> bool:
-        """Take what `step` computed. Return whether records were made, of this or earlier steps:
+    def end_step(self, values: StepValues) -> bool:
+        """Take what a step computed. Return whether records were made, of this or earlier steps:
         of multiples of log_freq, and of this process's first step, which includes warm-up."""
         # The copy is queued behind the step's work, and the event behind the copy.
         copy = torch.stack([*values.on_device().values()]).to("cpu", non_blocking=True)
         ended = self.record_event()
 
         spans = [*self._spans, ("step", self._began, ended)]
-        self._last_ended = _EndedStep(step, time.time(), spans, values, copy, arrives=ended)
+        self._last_ended = _EndedStep(time.time(), spans, values, copy, arrives=ended)
         self._pending.append(self._last_ended)
         self._began, self._spans = ended, []
         return self._take_arrived()
@@ -191,7 +169,7 @@ class MetricsProcessor:
             return
         last.arrives.synchronize()
         self._take_arrived()
-        if self._last_record is None or self._last_record.step < last.step:
+        if self._last_record is None or self._last_record.step < last.computed.step:
             self._write_record(last, last.values())
         self._tell(lambda writer: writer.flush())
 
@@ -208,12 +186,24 @@ class MetricsProcessor:
             for name in AVERAGED:
                 if (value := getattr(values, name)) is not None:
                     self._totals[name] += value
-            if (consecutive := int(values.consecutive_skips)) > self.skips.consecutive:
-                loss, grad_norm = float(values.loss), float(values.grad_norm)
-                self.skips = Skips(consecutive, ended.step, loss, grad_norm)
-            if self._last_record is None or ended.step % self.log_freq == 0:
+            most = self._most_skips
+            if most is None or values.consecutive_skips > most.consecutive_skips:
+                self._most_skips = values
+            if self._last_record is None or values.step % self.log_freq == 0:
                 self._write_record(ended, values)
         return self._last_record is not previous
+
+    def skips_error(self, limit: int) -> NumericError | None:
+        """Return the error that ends a run after `limit` steps, max_consecutive_skips."""
+        if (most := self._most_skips) is None or most.consecutive_skips < limit:
+            return None
+        return NumericError(
+            f"[training] max_consecutive_skips = {limit}: the {most.consecutive_skips:.0f} steps "
+            f"up to {most.step} had no update, as the loss or gradient of a rank was not finite, "
+            f"or the loss a spike; step {most.step}: loss = {most.loss}, "
+            f"grad_norm = {most.grad_norm}. Lower [optimizer] lr, lengthen [lr_scheduler] "
+            "warmup_steps, or look at the data."
+        )
 
     def own_times(self) -> list[float]:
         """Return what the other ranks of a pipeline are told; nothing without pipelines."""
@@ -238,13 +228,13 @@ class MetricsProcessor:
         if self._last_record is not None:
             self._steady_tps.append(tps)
 
-        memory_gib, total_gib = peak_memory_gib(self.device), total_memory_gib(self.device)
+        memory_gib, on_gpu = peak_memory_gib(self.device), self.device.type == "cuda"
         share, imbalance = (since[name] / steps if name in since else None for name in AVERAGED)
         rates = compute_rates(tps, ledger=self.ledger, peaks=self.peaks, attention_share=share)
         stages = self.stage_times
         of_stages = {} if stages is None else stages.figures(tokens / steps, self.peaks)
         self._last_record = record = StepRecord(
-            step=ended.step,
+            step=values.step,
             time=ended.time,
             tokens=values.tokens,
             epochs=values.epochs,
@@ -260,13 +250,13 @@ class MetricsProcessor:
             data_time_s=data_time_s,
             data_time_pct=100 * data_time_s / step_time_s,
             memory_gib=memory_gib,
-            memory_pct=None if total_gib is None else 100 * memory_gib / total_gib,
+            memory_pct=100 * memory_gib / total_memory_gib(self.device) if on_gpu else None,
             approximate_mfu=self.peaks.approximate,
         )
         self._losses.append(record.loss)
         self._tell(lambda writer: writer.write(record))
         if compile_s:
-            self.write_scalars(ended.step, {"compile_s": compile_s})
+            self.write_scalars(values.step, {"compile_s": compile_s})
 
     def log_numerics(self, step: int, casts: CastErrors) -> None:
         """Write the errors of the casts of the last step. Waits for the device."""

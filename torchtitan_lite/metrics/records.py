@@ -54,5 +54,4 @@ def read_records(path: Path) -> Iterator[tuple[bytes, Line]]:
 
 def has_validation(dump_folder: Path, step: int) -> bool:
     """Return whether a run's validation.jsonl has a step's loss."""
-    lines = read_records(dump_folder / "validation.jsonl")
-    return any(record.step == step for _, record in lines)
+    return any(line.step == step for _, line in read_records(dump_folder / "validation.jsonl"))

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .figures import StepRecord, format_mfu
+from .figures import StepRecord
 
 FINAL_STEPS = 20
 """A final loss is the mean of so many logged steps, the last ones."""
@@ -54,7 +54,7 @@ def summary_lines(summary: Summary) -> list[str]:
         lines.append(f"validation loss {summary.validation_loss:.2f} nat")
 
     tps = "n/a" if summary.tps is None else f"{summary.tps:,.0f}"
-    mfu = format_mfu(summary.mfu, approximate=last.approximate_mfu)
+    mfu = last.format_mfu(summary.mfu)
     total_s = sum(times_s.values())
     shares = [f"{name} {time_s / total_s:.1%}" for name, time_s in times_s.items() if time_s]
     lines += [

@@ -11,9 +11,6 @@ from torchtitan_lite.catalog.run_files import WANDB_FOLDER
 from .base_writer import Writer, WrittenRun
 from .summary import Summary
 
-UPLOAD_TIMEOUT_S = 60.0
-"""Longest wait for wandb's server at the end of a run. What is not uploaded stays in its folder."""
-
 
 class WandbWriter(Writer):
     """The wandb run of a run folder, or of a rank's folder in it. A resumed run continues it; of a
@@ -40,7 +37,7 @@ class WandbWriter(Writer):
                 id=id_file.read_text(errors="replace") if id_file.is_file() else None,
                 resume="allow",
                 config=parse_toml(run.config_toml.encode()),
-                settings={"finish_timeout": UPLOAD_TIMEOUT_S},
+                settings={"finish_timeout": 60.0},  # what is not uploaded stays in its folder
             )
         except wandb.Error as error:
             raise ConfigError(

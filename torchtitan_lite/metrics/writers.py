@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +16,7 @@ from torchtitan_lite.catalog.run_files import RECORDS, RecordKind
 from torchtitan_lite.config import MetricsConfig
 
 from .base_writer import Writer, WrittenRun
-from .figures import CastErrors, StepRecord, format_mfu
+from .figures import CastErrors, StepRecord
 from .records import read_records
 from .summary import Summary
 from .tensorboard_writer import TensorBoardWriter
@@ -34,15 +33,20 @@ def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
     elif not metrics.save_for_all_ranks:
         return []
 
-    # Curves, of each rank in a folder of its own or of rank 0 alone.
+    # Curves, of each rank in a folder of its own or of rank 0 alone. A run continues without those
+    # whose files cannot be opened.
     own = f"rank_{run.rank}" if metrics.save_for_all_ranks else ""
-    if metrics.enable_tensorboard:
-        with _open_spare(TensorBoardWriter.spare):
+    try:
+        if metrics.enable_tensorboard:
             folder = run.folder / metrics.save_tb_folder / own
             writers.append(TensorBoardWriter(run, folder=folder))
-    if metrics.enable_wandb:
-        with _open_spare(WandbWriter.spare):
+    except OSError as error:
+        warn_left_out(TensorBoardWriter.spare, error)
+    try:
+        if metrics.enable_wandb:
             writers.append(WandbWriter(run, own=own))
+    except OSError as error:
+        warn_left_out(WandbWriter.spare, error)
     return writers
 
 
@@ -60,15 +64,6 @@ def warn_left_out(name: str, error: Exception) -> None:
     """Log that the run continues without a writer."""
     reason = f"{type(error).__name__}: {error}"
     logger.warning(f"{name} failed and is disabled for the rest of the run: {reason}")
-
-
-@contextmanager
-def _open_spare(name: str) -> Iterator[None]:
-    """Let the run continue without a writer that cannot open its files in the block."""
-    try:
-        yield
-    except OSError as error:
-        warn_left_out(name, error)
 
 
 # ----- Console -----
@@ -118,10 +113,9 @@ def _describe(record: StepRecord) -> Iterator[str]:
     yield f"tps {record.tps:,.0f}"
     yield f"tflops {record.tflops:,.2f}"
 
-    mfu = f"mfu {format_mfu(record.mfu, approximate=record.approximate_mfu)}"
+    mfu = f"mfu {record.format_mfu(record.mfu)}"
     if record.mfu_documents is not None:
-        documents = format_mfu(record.mfu_documents, approximate=record.approximate_mfu)
-        mfu += f" (documents {documents})"
+        mfu += f" (documents {record.format_mfu(record.mfu_documents)})"
     yield mfu
     if record.bubble_pct is not None:
         yield f"bubble {record.bubble_pct:.1f}%"

@@ -10,7 +10,7 @@ from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config import Config, keep_batch
 from torchtitan_lite.config.job import Job, build_job
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan_lite.metrics.hardware import given_peaks, host_memory_gib, total_memory_gib
+from torchtitan_lite.metrics.hardware import given_peaks, total_memory_gib
 from torchtitan_lite.metrics.writers import check_writers_installed
 from torchtitan_lite.run.process_group import local_world_size
 from torchtitan_lite.training.model import find_attention
@@ -37,9 +37,7 @@ def prepare_job(
     job = build_job(config, world_size=world_size, tokenizer=tokenizer.values)
 
     # The smallest memory of any rank decides for all.
-    memory_gib = on_all_ranks(
-        lambda: total_memory_gib(device) or host_memory_gib() / local_world_size()
-    )
+    memory_gib = on_all_ranks(lambda: total_memory_gib(device, sharing=local_world_size()))
     spec = planned_device(device, config)
     job = resolve_auto(job, memory_gib=min(memory_gib), device=spec)
     logger.info(f"{job.layout()}, on {device.type}")

@@ -46,18 +46,15 @@ EAGER_BF16 = (
     "--float8.enable_fsdp_float8_all_gather=false",
     "--float8.precompute_float8_dynamic_scale_for_fsdp=false",
 )
-FLOAT8 = {
+EAGER = {"bf16": ()} | {
     recipe: ("--float8.enable_float8_linear=true", f"--float8.recipe_name={recipe}")
     for recipe in RECIPES
 }
-EAGER = {"bf16": (), **FLOAT8}
 ROWS: dict[str, tuple[str, ...]] = {
     **EAGER,
     **{f"{name}_compiled": (*row, "--compile.enable=true") for name, row in EAGER.items()},
-    **{
-        f"{name}_full_ac": (*EAGER[name], "--activation_checkpoint.mode=full")
-        for name in ("bf16", "tensorwise")
-    },
+    "bf16_full_ac": ("--activation_checkpoint.mode=full",),
+    "tensorwise_full_ac": (*EAGER["tensorwise"], "--activation_checkpoint.mode=full"),
 }
 """Overrides of each row, after EAGER_BF16."""
 COLUMNS = ("run", "steps", "final loss", "to first", "tps", "times first", "mfu", "memory")

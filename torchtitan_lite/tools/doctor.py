@@ -20,7 +20,7 @@ from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears, must_emulate
 from torchtitan_lite.float8.selection import LinearChoice
-from torchtitan_lite.metrics.hardware import host_memory_gib, total_memory_gib
+from torchtitan_lite.metrics.hardware import total_memory_gib
 from torchtitan_lite.run import compiler_checks
 from torchtitan_lite.run.process_group import has_gpus, stay_on_loopback
 
@@ -35,7 +35,7 @@ def build_checks(folder: Path) -> dict[str, Callable[[], str]]:
     return {
         "versions": lambda: ", ".join(map(" ".join, installed_versions().items())),
         "device": lambda: f"{torch.cuda.device_count() if has_gpus() else 1} x {device_name()}",
-        "memory": lambda: f"{total_memory_gib(device) or host_memory_gib():.1f} GiB",
+        "memory": lambda: f"{total_memory_gib(device):.1f} GiB",
         "disk": lambda: check_disk(folder),
         "ranks": check_ranks,
         "compile": lambda: check_compiler(device),

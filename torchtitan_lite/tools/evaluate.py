@@ -27,8 +27,6 @@ from torchtitan_lite.training.model import build_microbatches
 
 TABLES = ("model", "training", "float8", "debug")
 """Tables of its run's config that an evaluation takes."""
-MOST_TOKENS = 1 << 18
-"""Of a batch. The config of a checkpoint may ask for any number."""
 
 
 def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -55,7 +53,8 @@ def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, 
     training, seq_len = config.training, config.training.seq_len
     shape = {"vocab_size": job.model_args.vocab_size, "seq_len": seq_len, "seed": 0}
     corpus, samples = build_validation_corpus(training, config.validation, tokenizer, **shape)
-    size = min(training.local_batch_size, samples, max(1, MOST_TOKENS // seq_len))
+    fits = max(1, 2**18 // seq_len)  # the config of a checkpoint may ask for any batch size
+    size = min(training.local_batch_size, samples, fits)
     batches = ValidationBatches(corpus, size, samples=samples, dp_rank=0, dp_degree=1)
     mesh = build_mesh(job.degrees, device_type=device.type)
     built, _, _ = build_loaded_model(job, mesh, device=device, resume=None)

@@ -322,7 +322,7 @@ def log_flops(ledger: FlopsLedger) -> None:
     """Log the FLOPs per token by precision."""
     shares = (f"{n / ledger.total:.2%} {name}" for name, n in ledger.by_precision.items() if n)
     line = f"{ledger.total:,} FLOPs per token: {', '.join(shares)}"
-    if ledger.emulated:
+    if ledger.fp8_runs_in != "fp8":
         line += f" (float8, emulated, counts as {ledger.fp8_runs_in})"
     if recomputed := sum(ledger.recompute.values()):
         line += f"; {recomputed / ledger.total:.2%} more are recomputed"

@@ -178,7 +178,7 @@ class Trainer:
         numerics = self.numerics if freq and step % freq == 0 and not first else None
         with observer or (numerics.observe() if numerics else contextlib.nullcontext()):
             values = self.train_step(step)
-        logged = self.metrics.end_step(step, values)
+        logged = self.metrics.end_step(values)
         if numerics:
             self.metrics.log_numerics(step, numerics.figures())
         if observer:
@@ -190,7 +190,7 @@ class Trainer:
         saves = self.checkpointer.due(step, last=last) or self.save_wanted
         if saves or last:
             self.metrics.settle()
-            if error := self.metrics.skips.error(config.training.max_consecutive_skips):
+            if error := self.metrics.skips_error(config.training.max_consecutive_skips):
                 raise error  # after settling, all ranks have the same counts
         if config.validation.due(step, last=last):
             self.validate(step)
@@ -240,6 +240,7 @@ class Trainer:
 
         self.tokens += batch_sizes.global_batch_size * training.seq_len
         return StepValues(
+            step=step,
             tokens=self.tokens,
             loss=mean_loss,
             loss_max=rank_losses.max(),
@@ -288,7 +289,7 @@ class Trainer:
         whether one is asked to save."""
         self.watchdog.at(self.step + 1, "agreement")
         max_skips = self.config.training.max_consecutive_skips
-        error = error or self.checkpointer.failure() or self.metrics.skips.error(max_skips)
+        error = error or self.checkpointer.failure() or self.metrics.skips_error(max_skips)
         stop = self.watchdog.stop_requested()
         save = self.run_folder is not None and self.checkpointer.save_requested(self.job.folder)
         times = self.metrics.own_times()
