@@ -27,7 +27,7 @@ from torchtitan_lite.config import (
 from torchtitan_lite.planner.prepare import planned_device
 from torchtitan_lite.training import build
 from torchtitan_lite.training.build import build_loaded_model, check_resume
-from torchtitan_lite.training.model import asked_of_step, build_meta_model
+from torchtitan_lite.training.model import asked_of_step, build_meta_model, choose_linears
 
 FLOAT8 = {"enable_float8_linear": True}
 ROWWISE = FLOAT8 | {"recipe_name": "rowwise"}
@@ -58,7 +58,7 @@ def test_what_a_step_asks_for_follows_from_recipe_filters_and_degrees(
     training = TrainingConfig(seq_len=32, local_batch_size=1, global_batch_size=8)
     config = Config(training=training, float8=Float8Config(**float8))
     job = job_of(config, ModelArgs(**SIZES, tie_embeddings=tied), degrees=degrees)
-    meta = build_meta_model(job, emulate=True)
+    meta = build_meta_model(job, choose_linears(job), emulate=True)
     asked = asked_of_step(job, meta, stages=[0])
     assert (asked.linears, asked.matmuls, asked.fsdp_gathers, asked.tp_gathers) == expected
     assert asked.matmuls_run_in == ("float32" if float8 else "float8")
@@ -78,7 +78,7 @@ def test_what_a_step_asks_for_follows_from_recipe_filters_and_degrees(
 )
 def test_a_rank_compiles_a_graph_for_blocks_and_one_for_the_loss(compile, graphs):
     job = job_of(Config(compile=CompileConfig(**compile)), ModelArgs(**SIZES))
-    meta = build_meta_model(job)
+    meta = build_meta_model(job, choose_linears(job))
     job = replace(job, stages=(("tok_embeddings", "layers.0"), ("layers.1",), ("norm", "output")))
     of_ranks = [asked_of_step(job, meta, stages=stages) for stages in ([0], [1, 2], [2])]
     assert [asked.graphs for asked in of_ranks] == graphs

@@ -15,7 +15,7 @@ from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.config import Config, Float8Config, MetricsConfig, TrainingConfig
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
-from torchtitan_lite.training.model import MetaModel, build_meta_model
+from torchtitan_lite.training.model import MetaModel, build_meta_model, choose_linears
 
 SMALL = ModelArgs(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=80, max_seq_len=64
@@ -40,7 +40,8 @@ def build(
         float8=Float8Config(enable_float8_linear=bool(recipe), recipe_name=name, **float8),
         metrics=MetricsConfig(flops_convention=convention),
     )
-    return build_meta_model(job_of(config, args), emulate=emulate)
+    job = job_of(config, args)
+    return build_meta_model(job, choose_linears(job), emulate=emulate)
 
 
 # ----- FlopsLedger, count_flops: published counts -----

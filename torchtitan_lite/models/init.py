@@ -18,7 +18,6 @@ from torchtitan_lite.catalog.flavors import ModelArgs
 
 from .llama3 import Transformer, rope_table
 
-CUTOFF = 3.0  # truncation of the normal distribution, in standard deviations
 CHUNK = 1 << 22  # elements generated at a time; bounds the memory of intermediate 64-bit values
 
 
@@ -37,12 +36,11 @@ def _mix(z: Tensor) -> Tensor:
 
 
 def truncated_normal(index: Tensor, *, key: int, std: float) -> Tensor:
-    """Return a normal value for each int64 `index`, float32, truncated at `CUTOFF`.
-
-    `std` is the standard deviation before the truncation."""
+    """Return a normal value for each int64 `index`, float32, truncated at 3 standard
+    deviations. `std` is the standard deviation before the truncation."""
     bits = (_mix((index + key) * _GAMMA) >> 11) & (1 << 53) - 1
     uniform = bits.double().add_(0.5).mul_(2.0**-53)
-    tail = math.erf(CUTOFF / math.sqrt(2))
+    tail = math.erf(3 / math.sqrt(2))
     return torch.erfinv(uniform.mul_(2 * tail).sub_(tail)).mul_(std * math.sqrt(2)).float()
 
 

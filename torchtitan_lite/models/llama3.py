@@ -21,9 +21,6 @@ from torch.nn.attention.flex_attention import (
 
 from torchtitan_lite.catalog.flavors import ModelArgs
 
-CPU_FLOAT32_HEAD_DIM = 32
-"""Largest head_dim for which attention on CPU is computed in float32, up to 2.7 times as fast."""
-
 Mask = Tensor | BlockMask | None
 """The keys to which each query attends; None: those up to its own position."""
 
@@ -105,7 +102,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=True)
 
     dtype = q.dtype
-    if not q.is_cuda and q.shape[-1] <= CPU_FLOAT32_HEAD_DIM:
+    if not q.is_cuda and q.shape[-1] <= 32:  # on CPU float32 is then up to 2.7 times as fast
         q, k, v = q.float(), k.float(), v.float()
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True

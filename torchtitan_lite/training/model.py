@@ -45,8 +45,7 @@ class MetaModel:
     """A model on meta, converted to float8 as configured and not yet sharded."""
 
     model: Transformer
-    linears: list[str]
-    """Names of the linears in float8."""
+    linears: list[str]  # names of those in float8
     ledger: FlopsLedger
 
     @property
@@ -60,14 +59,9 @@ class BuiltModel:
     """This rank's stages of the model, the model itself without pipeline parallelism."""
 
     stages: list[Transformer]
-    indices: Sequence[int]
-    """Which stages of the pipeline they are."""
-    model: nn.Module
-    """The parameters of these stages, by their names in the whole model."""
-    ledger: FlopsLedger
-    """FLOPs per token of the whole model."""
-    linears: list[str]
-    """Names of the whole model's linears in float8."""
+    model: nn.Module  # the parameters of these stages, by their names in the whole model
+    ledger: FlopsLedger  # of the whole model, like `linears`
+    linears: list[str]  # names of those in float8
     asked: Asked
 
 
@@ -111,17 +105,12 @@ def _on_meta(args: ModelArgs) -> Transformer:
 
 
 def build_meta_model(
-    job: Job,
-    *,
-    choices: list[LinearChoice] | None = None,
-    emulate: bool = False,
-    fused_attention: bool = True,
+    job: Job, choices: list[LinearChoice], *, emulate: bool = False, fused_attention: bool = True
 ) -> MetaModel:
-    """Build the model of `job` on meta, and convert it to float8 by `choices`, or as configured."""
+    """Build the model of `job` on meta, and convert it to float8 by `choices`."""
     config, float8 = job.config, job.config.float8
     with torch.device("meta"):
         model = Transformer(job.model_args).to(getattr(torch, config.training.dtype))
-    choices = choices or choose_linears(job)
     if float8.enable_float8_linear:
         convert_linears(model, choices, float8=float8, emulate=emulate)
         model.tie_weights()  # to a weight that FSDP gathers in high precision, for the embedding
@@ -208,7 +197,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
     choices = choose_linears(job)
     meta = build_meta_model(
         job,
-        choices=choices,
+        choices,
         emulate=float8.enable_float8_linear and must_emulate(float8, device=device),
         fused_attention=attention != "MATH",
     )
@@ -248,8 +237,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         init_weights(stage, seed=config.debug.seed, buffer_device=device)
 
-    model = join_stages(stages)
-    return BuiltModel(stages, indices, model, meta.ledger, meta.linears, asked)
+    return BuiltModel(stages, join_stages(stages), meta.ledger, meta.linears, asked)
 
 
 def build_microbatches(
@@ -268,15 +256,12 @@ def build_microbatches(
     from torchtitan_lite.parallel.pipeline import PipelinedMicrobatches
 
     seq_len = config.training.seq_len // (degrees.cp * degrees.tp)
-    hidden = torch.empty(
-        (job.batch.local_batch_size, seq_len, job.model_args.dim),
-        dtype=getattr(torch, config.training.mixed_precision_param),
-        device="meta",
-        requires_grad=True,
-    )
+    shape = (job.batch.local_batch_size, seq_len, job.model_args.dim)
+    dtype = getattr(torch, config.training.mixed_precision_param)
+    hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
     return PipelinedMicrobatches(
         losses,
-        built.indices,
+        job.rank_stages(mesh["pp"].get_local_rank()),
         schedule=config.parallelism.pipeline_parallel_schedule,
         n_stages=len(job.stages),
         n_microbatches=job.batch.grad_accum_steps,

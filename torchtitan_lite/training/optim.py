@@ -15,8 +15,6 @@ from torchtitan_lite.checkpoint.manifest import TrainingProgress
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
 from torchtitan_lite.models.init import local_part
 
-LOSS_MEAN_DECAY = 0.98  # of the running mean: a loss has half its weight after 34 steps
-
 
 def build_optimizer(
     parameters: Iterable[Parameter], optimizer: OptimizerConfig
@@ -38,8 +36,6 @@ def build_optimizer(
 
 
 # ----- Clipping -----
-
-PIECE = 1 << 14  # elements of a gradient on CPU that are summed at a time
 
 
 def clip_gradients(
@@ -66,7 +62,7 @@ def _norm_on_cpu(gradients: Iterable[Tensor]) -> Tensor:
     """Return the norm of `gradients` and of their shards on other ranks, [] float32.
 
     torch adds squares on CPU in float32: the norm of 60 million elements is 0.46 % too small. Here
-    pieces are added in float64."""
+    pieces of 2^14 elements are added in float64."""
     # Gradients with the same layout share the sums over ranks.
     by_layout: dict[Any, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
     for gradient in gradients:
@@ -75,9 +71,8 @@ def _norm_on_cpu(gradients: Iterable[Tensor]) -> Tensor:
             whole = [Replicate() if each.is_partial() else each for each in gradient.placements]
             gradient = gradient.redistribute(placements=whole)
             layout = gradient.device_mesh, gradient.placements
-        norms = torch._foreach_norm(
-            local_part(gradient).flatten().split(PIECE), dtype=torch.float32
-        )
+        pieces = local_part(gradient).flatten().split(1 << 14)
+        norms = torch._foreach_norm(pieces, dtype=torch.float32)
         by_layout[layout] += torch.stack(norms).double().square().sum()
 
     for (mesh, placements), squares in by_layout.items():
@@ -125,7 +120,7 @@ class UpdateGuard:
         if self._group.size() > 1:
             dist.all_reduce(skipped, dist.ReduceOp.MAX, group=self._group)
 
-        mean = torch.lerp(loss, self.loss_mean, LOSS_MEAN_DECAY)
+        mean = torch.lerp(loss, self.loss_mean, 0.98)  # a loss has half its weight after 34 steps
         mean = torch.where(self.loss_mean.isnan(), loss, mean)
         self.loss_mean = torch.where(skipped == 0, mean, self.loss_mean)
         self.skipped_steps = self.skipped_steps + skipped

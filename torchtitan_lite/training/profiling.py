@@ -13,8 +13,6 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.config import ProfilingConfig
 
-SNAPSHOT_EVENTS = 100_000  # allocations and frees that a memory snapshot records
-
 
 class Profiler:
     """Write a trace of the last steps of each period, and a memory snapshot after each period and
@@ -55,7 +53,7 @@ class Profiler:
 
     def __enter__(self) -> "Profiler":
         if self._profiling.enable_memory_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_EVENTS)
+            torch.cuda.memory._record_memory_history(max_entries=100_000)
         if self._trace is not None:
             self._trace.__enter__()
         return self

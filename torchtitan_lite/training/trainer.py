@@ -277,16 +277,8 @@ class Trainer:
                 taken = list(itertools.islice(batches, self.job.batch.grad_accum_steps))
         except RunError as caught:
             error = caught
-        self.agree_to_go_on(error)
-        self.watchdog.at(self.step + 1, "forward and backward")
-        return [
-            (tokens.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
-            for tokens, labels in taken
-        ]
 
-    def agree_to_go_on(self, error: RunError | None) -> None:
-        """Let all ranks agree whether to go on, so that none waits for one that has left, and
-        whether one is asked to save."""
+        # Agree whether to save, and to go on: otherwise ranks would wait for one that has left.
         self.watchdog.at(self.step + 1, "agreement")
         max_skips = self.config.training.max_consecutive_skips
         error = error or self.checkpointer.failure() or self.metrics.skips_error(max_skips)
@@ -299,6 +291,12 @@ class Trainer:
         self.save_wanted |= save
         if stop:
             raise Stopped(self.watchdog.stop_cause(stop))
+
+        self.watchdog.at(self.step + 1, "forward and backward")
+        return [
+            (tokens.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True))
+            for tokens, labels in taken
+        ]
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
