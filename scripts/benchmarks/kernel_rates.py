@@ -16,8 +16,8 @@ from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.job import build_job
 from torchtitan_lite.planner.constants import rates_of
+from torchtitan_lite.planner.plan import tokenizer_values
 from torchtitan_lite.planner.roofline import Roofline
-from torchtitan_lite.planner.workload import tokenizer_values
 
 Measurement = Mapping[str, Any]  # a line of kernel_times.py
 

@@ -11,13 +11,10 @@ from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 
 from .constants import Rates
 
-VERSION = 1
-"""Version of the results file."""
+VERSION = 1  # of the results file
 DATA_SHEET = ("bf16_tflops", "fp8_tflops", "bandwidth_tb_s", "multiprocessors")
 """Figures of DeviceSpec that rates are relative to."""
-NAMES = {field.name for field in fields(Rates)}
-IGNORED = {"host_seconds_per_kernel"}
-"""Constants of earlier versions, which files still have."""
+IGNORED = {"host_seconds_per_kernel"}  # constants of earlier versions, which files still have
 FRACTIONS, SECONDS, SLOWDOWNS = (0.001, 1.1), (0.0, 0.1), (0.5, 10.0)
 """Bounds of plausible values; the lower ones are exclusive."""
 
@@ -28,8 +25,7 @@ class Results(BaseModel):
     model_config = ConfigDict(strict=True)
 
     date: str
-    device: str
-    """torch's name of the GPU."""
+    device: str  # torch's name of the GPU
     data_sheet: dict[str, float | None]
     rates: dict[str, float]
 
@@ -62,10 +58,12 @@ def add_measured(device: DeviceSpec, path: Path) -> DeviceSpec:
 
 def _check(found: Results, device: DeviceSpec) -> None:
     """Raise ValueError for results that a plan for `device` cannot use."""
-    if unknown := found.rates.keys() - NAMES - IGNORED:
+    if unknown := found.rates.keys() - {field.name for field in fields(Rates)} - IGNORED:
         raise ValueError(f"the planner has no constants {', '.join(sorted(unknown))}")
     for name, value in found.rates.items():
-        low, high = _bounds(name)
+        low, high = SECONDS if "seconds" in name else FRACTIONS
+        if name in ("slow_accumulation", "row_scales", "slowest_device"):
+            low, high = SLOWDOWNS
         if not low < value <= high:
             raise ValueError(f"rates.{name} = {value:g} is not between {low:g} and {high:g}")
     its_device = lookup_device(found.device)
@@ -77,9 +75,3 @@ def _check(found: Results, device: DeviceSpec) -> None:
             f"is relative to {found.data_sheet}, and the plan to {here}: leave --bandwidth and the "
             "peaks in [metrics] out"
         )
-
-
-def _bounds(name: str) -> tuple[float, float]:
-    if "seconds" in name:
-        return SECONDS
-    return SLOWDOWNS if name in ("slow_accumulation", "row_scales", "slowest_device") else FRACTIONS

@@ -61,14 +61,13 @@ def _backward(share: Share, in_flight: float, *, has_gradients: bool) -> list[Mo
     """Return the moments of a microbatch's backward pass, while the activations of `in_flight`
     microbatches are kept, with or without gradients of earlier ones."""
     tensors = _block_tensors(share)
+
+    # In a pipeline a stage's input is where it was received, and its output is kept for its
+    # gradient. What an interleaved schedule has sent, it keeps until the step ends.
     each = _kept_by_blocks(share, tensors)
-    sent = 0
-    if share.pipelined:
-        # A stage's input is where it was received, and its output is kept for its gradient. What
-        # an interleaved schedule has sent, it keeps until the step ends.
-        each += share.residual * (share.has_embedding - share.has_output)
-        if share.schedule == INTERLEAVED and has_gradients:
-            sent = round((share.microbatches - in_flight) * _received(share))
+    each += share.residual * (share.has_embedding - share.has_output)
+    keeps_sent = share.schedule == INTERLEAVED and has_gradients
+    sent = round((share.microbatches - in_flight) * _received(share)) if keeps_sent else 0
     waiting = round((in_flight - 1) * each)  # of other microbatches
 
     # Memory can peak at the last block, at the one before it, beside which FSDP scatters the last
@@ -110,8 +109,6 @@ def _moment(share: Share, name: str, gradients: int, *, buffers: int = 0, **part
 def _received(share: Share) -> int:
     """Bytes that the rank's stages receive from either side in a microbatch, and as many that they
     send."""
-    if not share.pipelined:
-        return 0
     sides = 2 * len(share.job.stages) // share.job.degrees.pp
     return (sides - share.has_embedding - share.has_output) * share.residual
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
-from torchtitan_lite.config import Config, MetricsConfig
-from torchtitan_lite.config.job import Job, build_job
+from torchtitan_lite.config import Config, MetricsConfig, ModelConfig, resolve_model
+from torchtitan_lite.config.job import Job, TokenizerValues, build_job
+from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.float8.selection import AUTO
 from torchtitan_lite.metrics.flops import MATMULS, FlopsLedger, compute_rates
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
@@ -19,7 +20,7 @@ from torchtitan_lite.training.model import MetaModel, build_meta_model
 
 from .auto import resolve_auto
 from .share import state_widths
-from .workload import Workload, build_workload, predict_gain, tokenizer_values
+from .workload import Workload, build_workload, predict_gain
 
 RATES = ("tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "hfu")
 MOST_SHARDS = 2**16
@@ -67,6 +68,18 @@ def check_planned(config: Config, device: DeviceSpec) -> None:
             f"{device.name}, only for {', '.join(each.name for each in DEVICES if each.mxfp8)}; "
             "plan another --device or recipe."
         )
+
+
+def tokenizer_values(model: ModelConfig) -> TokenizerValues:
+    """Return the values of the tokenizer, or stand-ins where it is missing and the model has a
+    vocabulary."""
+    try:
+        return build_tokenizer(model.tokenizer_path).values
+    except DataError:
+        vocab_size = resolve_model(model).vocab_size
+        if not vocab_size:
+            raise
+        return TokenizerValues(model.tokenizer_path, vocab_size, bos_id=0, fingerprint="")
 
 
 def make_plan(
@@ -221,12 +234,11 @@ def _plan_memory(work: Workload, device: DeviceSpec) -> dict[str, Any]:
 def find_fewest_gpus(work: Workload, memory_gib: float) -> int | None:
     """Return the number of GPUs from which on the layout fits with full activation checkpointing
     and more shards, if any."""
-    job, shards = work.job.choose("activation_checkpoint", mode="full"), work.job.degrees.dp_shard
-    while shards <= MOST_SHARDS:
-        degrees = replace(job.degrees, dp_shard=shards)
+    job, degrees = work.job.choose("activation_checkpoint", mode="full"), work.job.degrees
+    while degrees.dp_shard <= MOST_SHARDS:
         if replace(work, job=replace(job, degrees=degrees)).reserved_gib <= memory_gib:
             return degrees.world_size
-        shards *= 2
+        degrees = replace(degrees, dp_shard=2 * degrees.dp_shard)
     return None
 
 

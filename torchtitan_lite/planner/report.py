@@ -30,8 +30,7 @@ ASSUMED = (
     "nodes (--link, --node-devices, --network). Ranges hold the middle 80 % of published runs of "
     "this kind, beside their predictions: see docs/published.md."
 )
-Plan = Mapping[str, Any]
-"""What `make_plan` returns, or a section of it."""
+Plan = Mapping[str, Any]  # what `make_plan` returns, or a section of it
 
 _wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
 

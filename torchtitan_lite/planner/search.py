@@ -14,20 +14,13 @@ from typing import Any, ClassVar
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.catalog.recipes import RECIPES
-from torchtitan_lite.config import (
-    Config,
-    check_config,
-    resolve_batch,
-    resolve_degrees,
-    resolve_model,
-    sequence_parts,
-)
-from torchtitan_lite.config.job import Job, TokenizerValues, build_job
+from torchtitan_lite.config import Config, check_config, resolve_model, sequence_parts
+from torchtitan_lite.config.job import TokenizerValues, build_job
 from torchtitan_lite.float8.selection import AUTO
 
 from .auto import choose_work, name_kept
-from .plan import check_planned, find_fewest_gpus, plan_request, plan_schedule
-from .workload import Workload, build_workload, tokenizer_values
+from .plan import check_planned, find_fewest_gpus, plan_request, plan_schedule, tokenizer_values
+from .workload import Workload, build_workload
 
 SHOWN = 5  # layouts in the answer
 CP_DEGREES = (1, 2, 4, 8, 16)
@@ -56,8 +49,7 @@ SEARCHED = (
     *(MODE, RESHARD, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
 )
 
-Settings = dict[str, Any]
-"""Values of keys of a config, by dotted name."""
+Settings = dict[str, Any]  # values of keys of a config, by dotted name
 
 
 @dataclass(frozen=True)
@@ -88,8 +80,8 @@ class Space:
         """Yield the settings of all configs, which train on the same global batch. Tensor
         parallelism stays within a node, and there is a pipeline only if one is given."""
         sharding, training, kept = self.config.parallelism, self.config.training, self.kept
-        own = resolve_degrees(sharding, world_size=self.world_size)
-        total = resolve_batch(training, sharding, dp_degree=own.dp).global_batch_size
+        own = build_job(self.config, world_size=self.world_size, tokenizer=self.tokenizer)
+        total = own.batch.global_batch_size
         pp, recipes = kept.get(PP, 1), self._recipes()
         most_tp = math.gcd(self.world_size, self.device.node_devices)
         most_cp = kept.get(CP, max(1, min(CP_DEGREES[-1], training.seq_len // LEAST_TOKENS)))
@@ -134,27 +126,20 @@ class Space:
     def candidate(self, settings: Settings) -> Workload:
         """Return the workload of the config with `settings`, and with the best values in place of
         "auto". Raises ConfigError if training does not accept it."""
-        job = self._accept(settings)
-        work = choose_work(job, device=self.device, memory_gib=self.device.memory_gib)
-        if job.config.float8.enable_float8_linear and AUTO in job.config.float8.filter_fqns:
-            work = build_workload(name_kept(work.job, work.choices))
-        return work
-
-    def _accept(self, settings: Settings) -> Job:
-        """Return the job of a config with `settings`, or raise ConfigError, as training would."""
-        tables: dict[str, Settings] = {}
+        config = self.config
         for name, value in settings.items():
             table, key = name.split(".")
-            tables.setdefault(table, {})[key] = value
-        sections = {
-            name: getattr(self.config, name).model_copy(update=values)
-            for name, values in tables.items()
-        }
-        config = self.config.model_copy(update=sections)
+            section = getattr(config, table).model_copy(update={key: value})
+            config = config.model_copy(update={table: section})
         if problems := check_config(config, world_size=self.world_size):
             raise ConfigError("\n".join(problems))
         check_planned(config, self.device)
-        return build_job(config, world_size=self.world_size, tokenizer=self.tokenizer)
+        job = build_job(config, world_size=self.world_size, tokenizer=self.tokenizer)
+
+        work = choose_work(job, device=self.device, memory_gib=self.device.memory_gib)
+        if config.float8.enable_float8_linear and AUTO in config.float8.filter_fqns:
+            work = build_workload(name_kept(work.job, work.choices))
+        return work
 
 
 class Lengths(Space):
@@ -204,10 +189,10 @@ def find_candidates(space: Space) -> list[Workload]:
         raise refused[0]
 
     # Float8 without a linear is bf16, which is a candidate too, unless float8 is given.
-    def repeats_bf16(work: Workload) -> bool:
-        return work.job.config.float8.enable_float8_linear and not work.converted
-
-    return [each for each in found if not repeats_bf16(each)] or found
+    distinct = [
+        each for each in found if each.converted or not each.job.config.float8.enable_float8_linear
+    ]
+    return distinct or found
 
 
 def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any]:

@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from torchtitan_lite.base.errors import ConfigError, DataError
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.devices import DeviceSpec
-from torchtitan_lite.config import ModelConfig, resolve_model
-from torchtitan_lite.config.job import Job, TokenizerValues
-from torchtitan_lite.data.tokenizer import build_tokenizer
+from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.training.model import choose_linears, find_recomputed
 
@@ -145,15 +143,3 @@ def predict_gain(work: Workload, device: DeviceSpec) -> Gain:
         float8=time_step(roofline, work.choices, in_float8),
         better_kept=[each.kind for each in in_float8 if each not in chosen] if in_float8 else None,
     )
-
-
-def tokenizer_values(model: ModelConfig) -> TokenizerValues:
-    """Return the values of the tokenizer, or stand-ins where it is missing and the model has a
-    vocabulary."""
-    try:
-        return build_tokenizer(model.tokenizer_path).values
-    except DataError:
-        vocab_size = resolve_model(model).vocab_size
-        if not vocab_size:
-            raise
-        return TokenizerValues(model.tokenizer_path, vocab_size, bos_id=0, fingerprint="")
