@@ -9,8 +9,8 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # The agent, or torchrun. It may end during the imports, and before them.
-    parent = int(os.environ.get("TORCHTITAN_LITE_AGENT") or os.getppid())
+    # For the watchdog: the agent, or torchrun. It may end during the imports, and before them.
+    os.environ.setdefault("TORCHTITAN_LITE_AGENT", str(os.getppid()))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
     if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
@@ -47,10 +47,10 @@ from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.training.trainer import Trainer
 
 
-def run(config: Config, *, parent: int | None) -> int:
-    """Train with `config` in this process, which `parent` has started. Return the exit code."""
+def run(config: Config) -> int:
+    """Train with `config` in this process. Return the exit code."""
     folder = RunFolder(Path(config.job.dump_folder))
-    watchdog = Watchdog(report=folder.fail, parent=parent)
+    watchdog = Watchdog(report=folder.fail)
     watchdog.timeout_s = config.comm.init_timeout_seconds
     try:
         stopped_by = join_and_train(config, watchdog, folder)
@@ -188,7 +188,7 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
 
 
 @record
-def main(parent: int | None = None) -> None:
+def main() -> None:
     """Train with the command line's config. A RunError is printed without a traceback."""
     init_logger()
     if {"-h", "--help"} & {*sys.argv[1:]}:
@@ -199,7 +199,7 @@ def main(parent: int | None = None) -> None:
         config = load_config(sys.argv[1:], world_size=world_size)
         on_gpu = torch.cuda.is_available()
         check_compiler(os.environ, compiles=config.compile.enable, on_gpu=on_gpu)
-        exit_code = run(config, parent=parent)
+        exit_code = run(config)
     except RunError as error:
         # At info level only LOG_RANK's ranks print it: most ranks have the same error.
         logger.info(f"error:\n{error}")
@@ -210,4 +210,4 @@ def main(parent: int | None = None) -> None:
 if __name__ == "__main__":
     gc.freeze()  # later collections scan only objects made after the imports
     gc.enable()
-    main(parent)
+    main()

@@ -9,7 +9,7 @@ from running import PROGRAM, SMALL, float8_matmuls, run, train
 
 from torchtitan_lite.planner.measured import add_measured
 from torchtitan_lite.planner.plan import find_device
-from torchtitan_lite.run.status import read_status
+from torchtitan_lite.run.run_folder import read_status
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]
 

@@ -5,10 +5,9 @@ import os
 from dataclasses import asdict, dataclass
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from torchtitan_lite.base.jsonfile import (
-    STRICT,
     Count,
     hash_fields,
     parse_toml,
@@ -21,7 +20,7 @@ from torchtitan_lite.base.jsonfile import (
 
 @dataclass(frozen=True)
 class Sample:
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     sizes: tuple[Count, ...]
     by_name: dict[str, int]

@@ -23,15 +23,15 @@ import pytest
 from torchtitan_lite.base.errors import ConfigError, RankLostError, StorageError
 from torchtitan_lite.run import launch
 from torchtitan_lite.run.launch import (
+    AgentEnd,
     Launch,
     find_outcome,
+    listen,
     make_log_folder,
     report_end,
     wait_for_end,
 )
-from torchtitan_lite.run.run_folder import RunFolder
-from torchtitan_lite.run.status import Status, job_name
-from torchtitan_lite.run.supervise import AgentEnd, listen
+from torchtitan_lite.run.run_folder import RunFolder, Status, job_name
 
 ROOT = Path(__file__).parents[2]
 PYTHON = f"""#!/bin/bash
@@ -463,8 +463,8 @@ def test_make_log_folder(tmp_path, monkeypatch):
 SUPERVISED = """
 import signal, sys
 from torchtitan_lite.base.errors import run_script
-from torchtitan_lite.run import launch, signals, supervise
-supervise.AGENT = [sys.executable, "-c", sys.argv[1]]
+from torchtitan_lite.run import launch, signals
+launch.AGENT = [sys.executable, "-c", sys.argv[1]]
 signals.REPEAT_SECONDS[signal.SIGTERM] = 1000.0
 run_script(lambda argv: launch.main(sys.argv[2:]))
 """

@@ -21,9 +21,8 @@ from torchtitan_lite.base.errors import (
     RunError,
     StorageError,
 )
-from torchtitan_lite.run import run_folder, status
-from torchtitan_lite.run.run_folder import RunFolder
-from torchtitan_lite.run.status import read_status, time_name
+from torchtitan_lite.run import run_folder
+from torchtitan_lite.run.run_folder import RunFolder, read_status, time_name
 
 NAMES = ("tb", "checkpoint")
 CONFIG = "steps = 1\n"
@@ -154,7 +153,7 @@ def test_write_config_replaces_the_file_whole(tmp_path, monkeypatch):
 def test_on_a_full_disk_an_end_that_fits_is_written_over_the_old_status(tmp_path, monkeypatch):
     folder, file = open_folder(tmp_path), tmp_path / "status.json"
     before = file.read_text()
-    monkeypatch.setattr(status, "replace_file", no_space)
+    monkeypatch.setattr(run_folder, "replace_file", no_space)
     with pytest.raises(StorageError, match="No space left on device"):
         folder.update(step=3)
     assert file.read_text() == before  # the progress can wait

@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.cli import run_command
-from torchtitan_lite.run.status import Status, write_status
+from torchtitan_lite.run.run_folder import Status, write_status
 from torchtitan_lite.tools.runs import as_json, find_runs, format_runs
 
 NOW = 1_800_000_000.0

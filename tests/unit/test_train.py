@@ -25,8 +25,7 @@ from torchtitan_lite.config import (
     Config,
     JobConfig,
 )
-from torchtitan_lite.run.run_folder import RunFolder
-from torchtitan_lite.run.status import Status, write_status
+from torchtitan_lite.run.run_folder import RunFolder, Status, write_status
 from torchtitan_lite.train import join_and_train, open_folder, start_facts
 
 ROOT = Path(__file__).parents[2]

@@ -213,16 +213,17 @@ def test_a_process_ends_when_torchrun_or_another_rank_is_gone(
     assert end is None or re.match(end, ended[0])
 
 
-@pytest.mark.parametrize("parent", [-1, None])
-def test_a_process_ends_while_it_connects(parent, served, ended, monkeypatch):
+@pytest.mark.parametrize("agent", ["-1", ""])
+def test_a_process_ends_while_it_connects(agent, served, ended, monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_LITE_AGENT", agent)
     monkeypatch.setattr(watchdog, "MAX_SILENT_TICKS", 30)
     monkeypatch.setattr(watchdog, "STORE_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:  # it accepts, and never answers
         monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
-        dog = Watchdog(report=print, parent=parent)
+        dog = Watchdog(report=print)
         dog._judging.join(40)
     dog.close()
-    assert re.match("6 torchrun, .* is gone" if parent else "6 torchrun's store, .* answer", *ended)
+    assert re.match("6 torchrun, .* is gone" if agent else "6 torchrun's store, .* answer", *ended)
 
 
 def test_stop_requested_prefers_a_signal_to_the_deadline(served):

@@ -61,9 +61,11 @@ class StorageError(RunError):
     exit_code = 7
 
 
-WRONG_PATH = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
-WRONG_PATH |= {errno.ENAMETOOLONG}
-"""Error numbers of a path that the user can fix, unlike those of a full or broken disk."""
+def kind_of(error: OSError) -> type[RunError]:
+    """Return ConfigError for a path that the user can fix, else StorageError: the disk is full or
+    broken."""
+    wrong = {errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP}
+    return ConfigError if error.errno in {*wrong, errno.ENAMETOOLONG} else StorageError
 
 
 def run_script(main: Callable[[list[str]], int | None]) -> None:
@@ -85,7 +87,7 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
         except Exception as error:
             code = RunError.exit_code
             if isinstance(error, OSError) and error.errno is not None:
-                code = (ConfigError if error.errno in WRONG_PATH else StorageError).exit_code
+                code = kind_of(error).exit_code
                 print(f"{error}; make room, fix the path or name another.", file=sys.stderr)
                 # The interpreter flushes standard output once more at exit.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tomli
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from .files import replace_file
 
@@ -27,8 +27,6 @@ MAX_DEPTH = 50
 """Deepest nesting of lists and tables: far below what Python's recursive functions can handle."""
 MAX_DIGITS = 100
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-STRICT = ConfigDict(strict=True, extra="forbid")
-"""`__pydantic_config__` of a dataclass that is read from JSON; holds for nested ones too."""
 
 
 def read_regular(path: Path, *, max_bytes: int) -> bytes:

@@ -12,12 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from torchtitan_lite.base.errors import CheckpointError, StorageError
 from torchtitan_lite.base.files import ABSENT, hash_file, storage_fix
 from torchtitan_lite.base.jsonfile import (
-    STRICT,
     Count,
     parse_toml,
     read_json_object,
@@ -115,7 +114,7 @@ def installed_versions() -> dict[str, str]:
 class CheckpointManifest:
     """The contents of a checkpoint, and the run that saved it."""
 
-    __pydantic_config__ = STRICT
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")  # holds for nested ones too
 
     progress: TrainingProgress = NEW_RUN
     world_size: Size

@@ -1,6 +1,6 @@
 """The elastic agent of this node: starts the workers, and starts them again after a failure.
 
-`run.supervise` starts it as `python -m torchtitan_lite.run.agent SPEC`. SPEC is JSON:
+`run.launch` starts it as `python -m torchtitan_lite.run.agent SPEC`. SPEC is JSON:
 
   words         arguments of `torchtitan_lite.train`
   store         arguments of `open_store`

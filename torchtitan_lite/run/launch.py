@@ -6,6 +6,7 @@ restarts one worker, torchtitan_lite.train, per rank. It needs its own process, 
 replaces all signal handlers and waits for other nodes in C++, where no Python handler runs.
 """
 
+import json
 import os
 import re
 import signal
@@ -15,18 +16,19 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RankLostError, RunError
+from torchtitan_lite.base.terminal import clean
 from torchtitan_lite.config import load_config
 
 from .compiler_checks import check_compiler
-from .run_folder import take_lock
-from .status import Status, explained, job_name, read_status, time_name, write_status
-from .supervise import AgentEnd, listen, run_agent, say
+from .run_folder import Status, explained, job_name, read_status, take_lock, time_name, write_status
+from .signals import StopSignal
 
+AGENT = (sys.executable, "-m", "torchtitan_lite.run.agent")
 VARIABLES = """\
 variables:
   CONFIG_FILE    TOML file, or the name of a shipped one (debug_model); --job.config_file FILE does
@@ -135,6 +137,24 @@ def count_cuda_devices(env: Mapping[str, str]) -> int:
     return sum(line.startswith("GPU") for line in listed.splitlines())
 
 
+def listen(endpoint: str) -> socket.socket:
+    """Return the socket at which node 0 serves the run's store: at the port of `endpoint`,
+    host:port, on all interfaces; for "" (one node) at a free loopback port. Raises ConfigError."""
+    if not endpoint:
+        return socket.create_server(("127.0.0.1", 0))
+    port = int(endpoint.rpartition(":")[2])
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        raise ConfigError(
+            f"RDZV_ENDPOINT={endpoint}: port {port} of this host cannot be opened: "
+            f"{error.strerror}; another run may have it: wait for its end, or name another port on "
+            "all nodes."
+        ) from error
+
+
 def make_log_folder(path: Path) -> Path:
     """Create a log folder, named after the time and host. Raises ConfigError, StorageError."""
     folder = path / "logs" / f"{time_name(time.time())}-{socket.gethostname()}"
@@ -142,6 +162,66 @@ def make_log_folder(path: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "torchrun.log").touch()
     return folder
+
+
+@dataclass(frozen=True)
+class AgentEnd:
+    """How the agent ended, and what it said about that."""
+
+    pid: int
+    exit_code: int
+    signalled: int = 0  # first signal that the launcher received
+    cause: str = ""
+    cause_code: int = 1
+    rank: int | None = None  # first of its workers that failed
+
+
+def run_agent(
+    launch: Launch, listener: socket.socket | None, *, log_dir: Path, timeout_s: float
+) -> AgentEnd:
+    """Run the agent in its own session, so that Ctrl-C reaches only this process, and wait for its
+    end. It takes over `listener`."""
+    failure, failure_writer = os.pipe()
+    passed = {"terminal": os.dup(2), "failure": failure_writer}
+    spec = launch.agent_spec(listener, timeout_s=timeout_s)
+    spec |= {**passed, "log_dir": str(log_dir), "launcher": os.getpid()}
+    with (log_dir / "torchrun.log").open("wb") as log:
+        agent = subprocess.Popen(
+            [*AGENT, json.dumps(spec)],
+            env=os.environ | launch.worker_env,
+            stdin=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=[*passed.values(), *([listener.fileno()] if listener else [])],
+            start_new_session=True,
+        )
+    os.close(failure_writer)
+    if listener is not None:
+        listener.close()
+
+    # Forward only the first signal: the agent would abandon its workers at a second one. An agent
+    # without workers dies of it.
+    stop = StopSignal(kill=lambda: kill(agent))
+    forwarded = False
+    while agent.poll() is None:
+        if stop.received and not forwarded:
+            say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, kills the run")
+            agent.send_signal(stop.received)
+            forwarded = True
+        time.sleep(0.1)
+
+    said = json.loads(os.read(failure, 65536) or b"{}")
+    return AgentEnd(agent.pid, agent.returncode, stop.received, **said)
+
+
+def kill(agent: subprocess.Popen[bytes]) -> None:
+    """Kill the agent first, so that it starts no more workers, then the workers' process groups."""
+    children: list[str] = []
+    with suppress(OSError):
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    agent.kill()
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.killpg(int(child), signal.SIGKILL)
 
 
 def wait_for_end(path: Path, *, since: float, job: str | None) -> Status | None:
@@ -204,6 +284,12 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
     return code
 
 
+def say(*lines: str) -> None:
+    """Write to stderr; ignore a terminal or disk that is gone."""
+    with suppress(OSError):
+        os.write(2, clean("".join(f"{line}\n" for line in lines)).encode())
+
+
 def main(argv: list[str]) -> NoReturn:
     """Launch the run, wait for it, report how it ended, and exit with its exit code."""
     # Check everything that can be checked before any process starts.
@@ -216,9 +302,8 @@ def main(argv: list[str]) -> NoReturn:
     path = Path(config.job.dump_folder)
     log_dir = make_log_folder(path)
     since = time.time()
-    spec = launch.agent_spec(listener, timeout_s=config.comm.init_timeout_seconds)
-    env = os.environ | launch.worker_env
-    end = run_agent(spec, env=env, log_dir=log_dir, listener=listener)
+    timeout_s = config.comm.init_timeout_seconds
+    end = run_agent(launch, listener, log_dir=log_dir, timeout_s=timeout_s)
     if end.exit_code == 0:
         sys.exit()
     sys.exit(report_end(launch, end, path=path, log_dir=log_dir, since=since))

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -55,26 +55,22 @@ def connect_store(timeout_s: float) -> dist.Store:
 
 
 def check_started_alike(facts: Mapping[str, str]) -> None:
-    """Raise ConfigError on every rank unless all have the same `facts`, values by name. Collective:
-    ranks that differ would train garbage, or hang."""
+    """Raise ConfigError on every rank unless all have the same `facts`, values by name: ranks that
+    differ would train garbage, or hang. Collective.
+
+    For each fact it names the value of rank 0, and of the first rank that has another one."""
     answers = on_all_ranks(lambda: (socket.gethostname(), facts))
-    if differences := describe_differences(answers):
-        fix = "start every node with the same config, command line and installation."
-        raise ConfigError("\n".join([*differences, fix]))
-
-
-def describe_differences(answers: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
-    """Return a line for each fact that differs, which compares rank 0 with the first rank that has
-    another value. `answers` has each rank's host and facts."""
     host0, facts0 = answers[0]
     lines: dict[str, str] = {}
-    for rank, (host, facts) in enumerate(answers):
-        for name in {**facts0, **facts}:
-            value0, value = facts0.get(name, "none"), facts.get(name, "none")
+    for rank, (host, found) in enumerate(answers):
+        for name in {**facts0, **found}:
+            value0, value = facts0.get(name, "none"), found.get(name, "none")
             if value != value0:
                 other = f"{value0} (rank 0 on {host0}); {value} (rank {rank} on {host})"
                 lines.setdefault(name, f"{name} differs between ranks: {other}")
-    return list(lines.values())
+    if lines:
+        fix = "start every node with the same config, command line and installation."
+        raise ConfigError("\n".join([*lines.values(), fix]))
 
 
 def init_distributed(comm: CommConfig) -> torch.device:

@@ -74,19 +74,17 @@ class Heartbeat:
 class Watchdog:
     """The threads, and the main thread's way to ask about other ranks and to report to them.
 
-    Made once a process, on the main thread. `parent` is the process that started this one, before
-    slow imports. Before a thread ends the process it calls `report` with the cause and the step."""
+    Made once a process, on the main thread. Before a thread ends the process it calls `report` with
+    the cause and the step."""
 
-    def __init__(
-        self, *, report: Callable[[RankLostError, int], None], parent: int | None = None
-    ) -> None:
+    def __init__(self, *, report: Callable[[RankLostError, int], None]) -> None:
         self._rank, self._world_size = read_rank()
         self._report = report
         self.timeout_s = math.inf  # current time-out of collectives
         self.stop_signal = StopSignal(kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
         self.deadline, self.deadline_cause = math.inf, ""  # Unix seconds; asks to stop as a signal
         self.step, self._phase = 0, "start"
-        self._torchrun = parent or os.getppid()
+        self._torchrun = int(os.environ.get("TORCHTITAN_LITE_AGENT") or os.getppid())
         self._main_thread = threading.get_ident()
         self._failed_in = ""  # place of the collective that has failed
         self._failure = ""  # that a rank has reported

@@ -15,7 +15,7 @@ from torchtitan_lite.base.errors import StorageError
 from torchtitan_lite.base.files import storage_fix
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.recipes import RECIPES
-from torchtitan_lite.run.status import read_status
+from torchtitan_lite.run.run_folder import read_status
 
 from .comparison import format_runs, read_runs
 

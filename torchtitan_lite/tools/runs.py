@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.tables import format_columns
-from torchtitan_lite.run.status import Status, read_status
+from torchtitan_lite.run.run_folder import Status, read_status
 
 SILENT_SECONDS, SILENT_STEPS = 120.0, 20
 """A running run that reports nothing for this long, and for so many steps, may be dead."""
