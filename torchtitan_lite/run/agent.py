@@ -50,6 +50,12 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     Unlike c10d's rendezvous it unpickles nothing: whoever reaches c10d's store runs code here."""
 
+    def __init__(self, store: dist.Store, name: str, at: dict[str, Any]) -> None:
+        """`at` has the arguments of the `open_store` that returned the first two."""
+        place = (at["host"], at["port"], at["node_rank"], at["nnodes"])
+        super().__init__(*place, name, at["timeout_s"])
+        self._store = store
+
     def get_backend(self) -> str:
         """Return the name under which torch knows this class."""
         return BACKEND
@@ -111,9 +117,7 @@ def run_workers(spec: dict[str, Any]) -> None:
     # torch makes a rendezvous by the name of its kind.
     at = spec["store"]
     store, name = open_store(**at)
-    place = (at["host"], at["port"], at["node_rank"], at["nnodes"])
-    nodes = NodeRendezvous(*place, name, at["timeout_s"])
-    nodes._store = store
+    nodes = NodeRendezvous(store, name, at)
     rendezvous_handler_registry.register(BACKEND, lambda _: nodes)
 
     # Start the workers, and wait for them.
