@@ -325,7 +325,7 @@ PAGE = """\
 
 `python tests/unit/published_plans.py > docs/published.md` generates this page, and a test checks
 that it is current. With `--rows` the program prints each run instead. None of these runs is ours.
-`tests/unit/published_runs.csv` and `.toml` have every setting of each run, and what is doubtful.
+`tests/unit/published_runs.csv` and `.toml` have every setting of each run, and each doubt about it.
 
 | figure | runs | median error | near | range |
 | --- | ---: | ---: | --- | --- |
@@ -376,7 +376,7 @@ Engine casts weights once a step and torchao casts them in each microbatch.
 These runs were set apart after the first comparison, because their sources leave out a condition.
 The table above counts only their speedups.
 
-| source and framework; what is not known | device | runs | rate | speedup |
+| source and framework; settings that are not known | device | runs | rate | speedup |
 | --- | --- | ---: | --- | --- |
 {unknown_rows}
 """

@@ -55,6 +55,7 @@ class TensorBoardWriter(Writer):
         self._curves.flush()
 
     def close(self, summary: Summary | None) -> None:
+        """Write the outcome and the values to compare runs by, if the run has ended."""
         if summary is not None:
             from torch.utils.tensorboard.summary import hparams
 

@@ -61,16 +61,16 @@ def recomputed_modules(
     Eager, w2 runs again without early_stop, or if it is among the linears `in_float8`, which save
     their input after their matmul. Attention that is not fused has no operator whose output can be
     kept."""
-    linears = list(BLOCK_LINEARS)
+    *others, w2 = linears = list(BLOCK_LINEARS)
     names = []
     for i in ac.checkpointed_layers(n_layers):
-        if ac.keeps_by_op:
+        if ac.keeps_by_op:  # every second matmul is kept, from the first on
             parts = linears[1::2] if fused_attention else [*linears[1::2], "attention"]
+        elif compiled or (ac.early_stop and f"layers.{i}.{w2}" not in in_float8):
+            parts = [*others, "attention"]
         else:
-            stops_before_w2 = ac.early_stop and f"layers.{i}.{linears[-1]}" not in in_float8
             parts = [*linears, "attention"]
-            if compiled or stops_before_w2:
-                parts.remove(linears[-1])
+
         names += [f"layers.{i}.{part}" for part in parts]
     return frozenset(names)
 
