@@ -16,7 +16,6 @@ if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
-import shlex
 from pathlib import Path
 
 import torch
@@ -31,7 +30,7 @@ from torchtitan_lite.checkpoint.folders import HF_SUFFIX, remove_drafts
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
 from torchtitan_lite.config import Config, format_help, load_config, own_names, shared_settings
-from torchtitan_lite.metrics.summary import summary_lines
+from torchtitan_lite.metrics.summary import curves_line, summary_lines
 from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.planner.prepare import prepare_job
 from torchtitan_lite.run.compiler_checks import check_compiler
@@ -183,7 +182,7 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         epochs = config.training.epochs
         logger.info(f"{epochs:g} epochs done: the data ended the run at step {trainer.step}")
     if config.metrics.enable_tensorboard:
-        logger.info(f"curves: tensorboard --logdir {shlex.quote(str(trainer.job.folder))}")
+        logger.info(curves_line(str(trainer.job.folder)))
     logger.info(f"run folder: {trainer.job.folder}")
 
 

@@ -98,13 +98,6 @@ def test_rates_that_are_relative_to_other_figures_are_refused(tmp_path: Path) ->
         add_measured(find_device("H100 SXM", bandwidth_tb_s=3.0), write(tmp_path))
 
 
-def test_a_file_of_an_earlier_version_may_have_a_constant_that_is_gone(
-    tmp_path: Path, measured: DeviceSpec
-) -> None:
-    rates = RESULTS["rates"] | {"host_seconds_per_kernel": 8e-6}
-    assert add_measured(H100, write(tmp_path, rates=rates)) == measured
-
-
 def test_a_date_is_shown_short_and_printable(tmp_path: Path) -> None:
     measured = add_measured(H100, write(tmp_path, date="2026\x1b[31m\n-11" + "x" * 90))
     shown = "2026[31m-11" + "x" * 29

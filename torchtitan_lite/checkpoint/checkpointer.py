@@ -132,10 +132,10 @@ class Checkpointer:
             check_model(manifest.model, self._manifest.model, path=path)
             self._read(path, state)
 
-        for name in sum(on_all_ranks(lambda: states.not_finite(state)), []):
+        if bad := sum(on_all_ranks(lambda: states.not_finite(state)), []):
             raise CheckpointError(
-                f"[checkpoint] initial_load_path: {path} cannot be trained from: {name} has values "
-                "that are NaN or infinite; name another checkpoint."
+                f"[checkpoint] initial_load_path: {path} cannot be trained from: {bad[0]} has "
+                "values that are NaN or infinite; name another checkpoint."
             )
         logger.info(f"weights from {path}, of {kind}")
 

@@ -92,9 +92,9 @@ def stage_entries(
 
 def check_finite(state: Mapping[str, Tensor], *, step: int) -> None:
     """Raise NumericError if this rank's part of a tensor has a value that is not finite."""
-    for name in not_finite(state):
+    if bad := not_finite(state):
         raise NumericError(
-            f"{name} is no longer finite after step {step}, so that step is not saved. Resume "
+            f"{bad[0]} is no longer finite after step {step}, so that step is not saved. Resume "
             "from an earlier checkpoint with a lower [optimizer] lr or a longer [lr_scheduler] "
             'warmup_steps, or if [checkpoint] export_dtype is "float16" with "float32".'
         )

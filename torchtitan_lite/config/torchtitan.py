@@ -1,4 +1,4 @@
-"""The keys of torchtitan, from before v0.1.0 to v0.2.2, that this project does not have."""
+"""Keys of torchtitan, from before v0.1.0 to v0.2.2, and former ones of ours, that are not here."""
 
 from fnmatch import fnmatchcase
 
@@ -74,12 +74,7 @@ FOREIGN: dict[str, tuple[object, ...] | str | None] = {
     "checkpoint.enable_ft_dataloader_checkpoints": ANY,
     "fault_tolerance.enable": OFF,
     "fault_tolerance.*": ANY,
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
-        [],
-        ["moe.router.gate"],
-        "",  # as the command line writes them
-        "moe.router.gate",
-    ),
+    "activation_checkpoint.per_op_sac_force_*": ([], ["moe.router.gate"], "", "moe.router.gate"),
     "activation_checkpoint.preserve_rng_state": ANY,
     "activation_checkpoint.determinism_check": ("default", "none"),
     "activation_checkpoint.debug": OFF,
@@ -93,9 +88,13 @@ FOREIGN: dict[str, tuple[object, ...] | str | None] = {
     "memory_estimation.enable*": OFF,
     "memory_estimation.disable_fake_mode": ANY,
     "debug.deterministic_warn_only": OFF,
+    "checkpoint.verify_hashes": (True,),
+    "checkpoint.on_failure": ("stop",),
+    "checkpoint.save_request_file": ("SAVE",),
+    "float8.scale_gradients_in_matmul": OFF,
 }
-"""Keys without a counterpart here, as patterns of fnmatch, with the values that load, those that
-ask for what happens here: ANY, a tuple, or the value of another key. The first match counts."""
+"""Patterns of keys without a counterpart here, with the values that load: they ask for what happens
+here. ANY, a tuple (with lists as text too), or another key's value. The first match counts."""
 
 
 def find_foreign(name: str) -> str | None:

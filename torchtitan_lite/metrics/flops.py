@@ -4,7 +4,7 @@ Counted are the three matmuls of every linear and the two of attention with thei
 separately what activation checkpointing computes again.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -44,6 +44,11 @@ class FlopsLedger:
     def total(self) -> int:
         """All FLOPs per token, without recomputation."""
         return sum(self.by_precision.values())
+
+    def count(self, modules: Iterable[str]) -> dict[Precision, int]:
+        """Return the part of `by_precision` that is of `modules`."""
+        parts = [self.by_module[name] for name in modules if name in self.by_module]
+        return {each: sum(part[each] for part in parts) for each in self.by_precision}
 
 
 def count_flops(

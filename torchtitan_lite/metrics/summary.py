@@ -1,6 +1,8 @@
 """The outcome of a run: for the log, and to compare runs by."""
 
+import shlex
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -66,3 +68,8 @@ def summary_lines(summary: Summary) -> list[str]:
         return [*lines, f"peak memory {last.memory_gib:.1f}GiB per device"]
     memory = f"peak memory {last.memory_max_gib:.1f}GiB, on rank {last.memory_max_rank}"
     return [*lines, memory]
+
+
+def curves_line(folder: str) -> str:
+    """Say how to see the curves of the runs in `folder`, in any shell."""
+    return f"curves: {shlex.join([sys.executable, '-m', 'tensorboard.main', '--logdir', folder])}"

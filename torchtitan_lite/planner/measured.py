@@ -14,7 +14,6 @@ from .constants import Rates
 VERSION = 1  # of the results file
 DATA_SHEET = ("bf16_tflops", "fp8_tflops", "bandwidth_tb_s", "multiprocessors")
 """Figures of DeviceSpec that rates are relative to."""
-IGNORED = {"host_seconds_per_kernel"}  # constants of earlier versions, which files still have
 FRACTIONS, SECONDS, SLOWDOWNS = (0.001, 1.1), (0.0, 0.1), (0.5, 10.0)
 """Bounds of plausible values; the lower ones are exclusive."""
 
@@ -52,13 +51,13 @@ def add_measured(device: DeviceSpec, path: Path) -> DeviceSpec:
         ) from error
     date = "".join(filter(str.isprintable, found.date))[:40]
     source = f"measured on {found.device}, {date}"
-    rows = ((name, value, source) for name, value in found.rates.items() if name not in IGNORED)
+    rows = ((name, value, source) for name, value in found.rates.items())
     return replace(device, measured=tuple(rows))
 
 
 def _check(found: Results, device: DeviceSpec) -> None:
     """Raise ValueError for results that a plan for `device` cannot use."""
-    if unknown := found.rates.keys() - {field.name for field in fields(Rates)} - IGNORED:
+    if unknown := found.rates.keys() - {field.name for field in fields(Rates)}:
         raise ValueError(f"the planner has no constants {', '.join(sorted(unknown))}")
     for name, value in found.rates.items():
         low, high = SECONDS if "seconds" in name else FRACTIONS

@@ -18,7 +18,7 @@ import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler does not run during C++ waits
-    if sys.path[0] == os.getcwd():  # noqa: PTH109
+    if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import ctypes

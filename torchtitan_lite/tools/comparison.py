@@ -6,7 +6,6 @@ Equal tokens are the token counts at which every run has logged a step; nothing 
 import functools
 import math
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from torchtitan_lite.base.jsonfile import read_toml
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.config.keys import flat_config, show
 from torchtitan_lite.metrics.records import read_records
+from torchtitan_lite.metrics.summary import curves_line
 
 COLUMNS = {
     "run": "{}",
@@ -161,6 +161,5 @@ def format_settings(runs: Runs) -> str:
 def format_comparison(runs: Runs, *, last: int) -> str:
     """Format everything that `compare` prints: figures, settings, and how to see the curves."""
     parent = os.path.commonpath([run.folder.parent for run in runs.values()])
-    curves = f"curves: tensorboard --logdir {shlex.quote(parent)}"
-    parts = (format_runs(runs, last=last), format_settings(runs), curves)
+    parts = (format_runs(runs, last=last), format_settings(runs), curves_line(parent))
     return "\n\n".join(filter(None, parts))

@@ -100,14 +100,10 @@ class Trainer:
         if job.degrees.pp > 1:
             from torchtitan_lite.metrics.stage_times import StageTimes
 
-            ledger, flops = self.built.ledger, []
-            for names in job.stages:
-                parts = [ledger.by_module[name] for name in names if name in ledger.by_module]
-                flops.append({key: sum(part[key] for part in parts) for key in ledger.by_precision})
             self.metrics.stage_times = StageTimes(
                 [job.rank_stages(rank) for rank in range(job.degrees.pp)],
                 pipeline_rank=self.groups.mesh["pp"].get_local_rank(),
-                flops=flops,
+                flops=[self.built.ledger.count(names) for names in job.stages],
             )
         if profiling.enable_profiling or profiling.enable_memory_snapshot:
             from .profiling import Profiler
