@@ -166,6 +166,7 @@ class Run:
             peaks=peaks,
             device=torch.device("cpu"),
             n_devices=2,
+            seq_len=100,
             writers=[self.recorder],
             start_tokens=1000 * start_step,
         )
@@ -217,6 +218,7 @@ def test_record():
     assert run.recorder.scalars == [(2, "compile_s", 7.0)]
     expected = {"step": 2, "tokens": 2000, "epochs": {"a": 1.0}, "lr": 0.2, "skipped_steps": 0}
     expected |= {"loss": 8.0, "loss_max": 8.5, "grad_norm": 4.0}
+    expected |= {"sequences_per_s": 2.5}  # 10 in 2 s on two devices
     expected |= {"step_time_s": 2.5, "data_time_s": 0.5, "data_time_pct": 20.0}
     expected |= compute_rates(1000 / 2.0 / 2, ledger=ledger_8b("bf16"), peaks=H100)
     assert record.memory_gib > 0.01 and record.time > 1.7e9
@@ -402,12 +404,12 @@ def test_summary_leaves_the_first_step_out_of_the_medians():
     with run.metrics.outside_step("checkpoint", step=1):
         run.device.now += 3.0
     last = run.train(1.0, 2.0, 4.0)
-    run.metrics.write_scalars(4, {"validation_loss": 5.5})
+    run.metrics.write_scalars(3, {"validation_loss": 5.5})
     run.metrics.write_scalars(4, {"checkpoint_s": 1.0})
     summary = Summary(
         last=last,
         losses=(9.0, 8.0, 7.0, 6.0),
-        validation_loss=5.5,
+        validation=(3, 5.5),
         tps=250.0,
         mfu=run.recorder.records[2].mfu,
         times_s={"training": 52.0, "data": 1.0, "compile": 4.0, "checkpoint": 3.0},
@@ -453,7 +455,7 @@ def test_only_a_spare_writer_that_fails_is_left_out_with_one_warning(notices):
 
 TIMES = {"training": 60.0, "data": 0.0, "compile": 30.0, "validation": 10.0}
 PIPELINE = {"memory_max_gib": 1.25, "memory_max_rank": 3}
-LITTLE = {"losses": [7.0], "validation_loss": None, "tps": None, "mfu": None}
+LITTLE = {"losses": [7.0], "validation": None, "tps": None, "mfu": None}
 
 
 @pytest.mark.parametrize(
@@ -464,7 +466,7 @@ LITTLE = {"losses": [7.0], "validation_loss": None, "tps": None, "mfu": None}
             {"times_s": TIMES, "tps": 2345.4, "mfu": 41.24},
             r"^12 steps, 49,152 tokens\n"
             r"final loss 5\.25 nat, .* last 2 .*\n"
-            r"validation loss 5\.75 nat\n"
+            r"validation loss 5\.75 nat, at step 10\n"
             r"median tps 2,345 .* mfu 41\.2%.*\n"
             r"of 100\.0s: training 60\.0%, compile 30\.0%, validation 10\.0%\n"
             r"peak memory 0\.9GiB per device$",

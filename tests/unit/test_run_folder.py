@@ -13,6 +13,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from tensorboard.backend.event_processing.io_wrapper import (
+    GetLogdirSubdirectories as found_by_tensorboard,
+)
 
 from torchtitan_lite.base.errors import (
     ConfigError,
@@ -275,6 +278,18 @@ def test_empty_folders_and_links_to_them_stay(tmp_path, owned):
     open_folder(path)
     assert (path / "checkpoint").readlink() == disk
     assert (path / "tb").is_dir()
+
+
+def test_tensorboard_finds_no_earlier_run(tmp_path):
+    leave_a_run(tmp_path)
+    curves = tmp_path / "tb" / "rank_0"
+    curves.mkdir(parents=True)
+    (curves / "events.out.tfevents.1.host").touch()
+    assert [*found_by_tensorboard(str(tmp_path))] == [str(curves)]
+    open_folder(tmp_path)
+    assert [*found_by_tensorboard(str(tmp_path))] == []
+    (moved,) = tmp_path.glob("previous/*/tb/rank_0/*")
+    assert moved.name == "events.out.previous.1.host"
 
 
 @pytest.mark.parametrize("target", ["disk", "missing", "file"])

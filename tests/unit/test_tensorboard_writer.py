@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from sample_records import NUMERICS, RECORD, SUMMARY, WEIGHT, written_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import plugin_data_pb2
 
@@ -27,6 +28,7 @@ CURVES = {
     "lr": 8e-4,
     "skipped_steps": 0,
     "throughput(tps)": 2345.4,
+    "sequences_per_s": 2.34,
     "tflops": 0.0812,
     "mfu(%)": 41.24,
     "mfu_bf16_peak(%)": 8.1,  # and no mfu_fp8_peak(%), which is unknown
@@ -114,6 +116,30 @@ def test_tags(tmp_path):
         assert curves[name] == curves[tag]
 
 
+def test_the_first_point_of_a_curve_has_its_description(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.write(RECORD)
+    writer.write(replace(RECORD, step=13))
+    writer.write_numerics(12, NUMERICS)
+    writer.flush()
+    events = read_events(tmp_path)
+    for tag, description in {
+        "mfu_bf16_peak(%)": "utilisation, all FLOPs at the bf16 peak (%)",
+        "z_pages/mfu_bf16_peak": "utilisation, all FLOPs at the bf16 peak (%)",
+        "grad_norm": "norm of the gradient before clipping",
+        "data/epochs/pystdlib": "passes over each store of the training data, by its name, which "
+        "ends the tag (passes)",
+        "z_float8/amax/weight/output": "largest magnitude",
+    }.items():
+        metadata = events.SummaryMetadata(tag)
+        assert metadata.summary_description == description
+        # The server of TensorBoard takes the metadata as they are only with both of these.
+        assert metadata.plugin_data.plugin_name == "scalars"
+        assert metadata.data_class == summary_pb2.DATA_CLASS_SCALAR
+    (file,) = tmp_path.iterdir()
+    assert file.read_bytes().count(b"norm of the gradient") == 1
+
+
 def test_tags_of_casts(tmp_path):
     writer = open_writer(tmp_path)
     writer.write_numerics(12, NUMERICS)
@@ -180,7 +206,7 @@ def test_outcome_and_hparams_of_runs_can_be_compared(tmp_path):
     final = {f"z_final/{name}": [(12, value)] for name, value in FINAL.items()}
     assert read_curves(tmp_path) == final
     single = tmp_path / "single"
-    open_writer(single).close(replace(SUMMARY, tps=None, mfu=None, validation_loss=None))
+    open_writer(single).close(replace(SUMMARY, tps=None, mfu=None, validation=None))
     assert read_curves(single) == {"z_final/loss": [(12, 5.25)]}
 
 

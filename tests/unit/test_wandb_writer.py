@@ -79,7 +79,7 @@ def test_run_id_of_a_resumed_run_is_the_same(tmp_path, wandb):
         open_writer(tmp_path).close(None)
     assert [run.options["id"] for run in wandb.runs] == [None, "new-id", "new-id"]
     assert [run.summary for run in wandb.runs] == [{}, {}, {}]
-    open_writer(tmp_path).close(replace(SUMMARY, tps=None, mfu=None, validation_loss=None))
+    open_writer(tmp_path).close(replace(SUMMARY, tps=None, mfu=None, validation=None))
     assert wandb.runs[3].summary == {"final/loss": 5.25}
 
 

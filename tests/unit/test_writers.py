@@ -22,7 +22,7 @@ from torchtitan_lite.metrics.records import has_validation
 from torchtitan_lite.metrics.writers import ConsoleWriter, JsonlWriter, build_writers
 
 LINE = (
-    "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.08  mfu 41.2%  mem 0.9GiB  "
+    "step 12/30  loss 5.4321  grad_norm 1.23  tps 2,345  tflops 0.0812  mfu 41.2%  mem 0.9GiB  "
     "time 1.250s (data 0.2%)  "
 )
 
@@ -66,6 +66,8 @@ def test_console_lines(notices):
 @pytest.mark.parametrize(
     ("changes", "old", "new"),
     [
+        ({"tflops": 412.37}, "0.0812", "412"),
+        ({"tflops": 1234.5}, "0.0812", "1,230"),
         ({"mfu": None, "approximate_mfu": True}, "41.2%", "n/a"),
         ({"approximate_mfu": True}, "41.2%", "~41.2%"),
         ({"mfu_documents": 30.52}, "41.2%", "41.2% (documents 30.5%)"),
@@ -102,7 +104,8 @@ def test_jsonl_line(tmp_path):
     assert path.read_text() == (  # before it is closed
         '{"step": 12, "tokens": 49152, "epochs": {"pystdlib": 0.75}, "loss": 5.43211, '
         '"loss_max": 5.9, "grad_norm": 1.2345, "lr": 0.0008, '
-        '"skipped_steps": 0, "tps": 2345.4, "tflops": 0.0812, "mfu": 41.24, '
+        '"skipped_steps": 0, "tps": 2345.4, "sequences_per_s": 2.34, "tflops": 0.0812, '
+        '"mfu": 41.24, '
         '"mfu_documents": null, "mfu_bf16_peak": 8.1, "mfu_fp8_peak": null, '
         '"mfu_achievable": 44.5, "hfu": 50.5, "attention_imbalance": null, "bubble_pct": null, '
         '"stage_time_s": null, "stage_mfu": null, "step_time_s": 1.25, '

@@ -44,6 +44,8 @@ class StepRecord:
         "steps of the run without an update: loss or gradient not finite, or a loss spike", "steps",
         "skipped_steps")]
     tps: Annotated[float, Figure("tokens per second per device", "tokens/s", "throughput(tps)")]
+    sequences_per_s: Annotated[float, Figure(
+        "`tps` over `training.seq_len`, per device", "sequences/s", "sequences_per_s")]
     tflops: Annotated[float, Figure(
         "FLOPs per token times `tps`, per device", "TFLOPS", "tflops")]
     mfu: Annotated[float | None, Figure(

@@ -91,12 +91,14 @@ class MetricsProcessor:
         peaks: Peaks,
         device: torch.device,
         n_devices: int,
+        seq_len: int,
         writers: list[Writer],
         start_tokens: int,
     ) -> None:
         """`start_tokens` is the number of tokens of earlier processes of the run."""
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
-        self.device, self.n_devices, self.writers = device, n_devices, writers
+        self.device, self.n_devices, self.seq_len = device, n_devices, seq_len
+        self.writers = writers
         self.stage_times: StageTimes | None = None  # of a pipeline, set before the first step
         self._most_skips: StepValues | None = None  # of the step with the most consecutive ones
 
@@ -110,7 +112,7 @@ class MetricsProcessor:
         # Records.
         self._last_record: StepRecord | None = None
         self._losses: deque[float] = deque(maxlen=FINAL_STEPS)
-        self._validation_loss: float | None = None
+        self._validation: tuple[int, float] | None = None  # step and loss of the last one
         self._steady_tps = array("d")  # of each record but the first; 8 bytes a record
         self._tokens = start_tokens  # at the last record
 
@@ -243,6 +245,7 @@ class MetricsProcessor:
             grad_norm=float(values.grad_norm),
             lr=values.lr,
             skipped_steps=int(values.skipped_steps),
+            sequences_per_s=tps / self.seq_len,
             attention_imbalance=imbalance,
             **rates,
             **of_stages,
@@ -267,7 +270,8 @@ class MetricsProcessor:
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write figures that are in no record, such as a validation loss."""
-        self._validation_loss = scalars.get("validation_loss", self._validation_loss)
+        if "validation_loss" in scalars:
+            self._validation = step, scalars["validation_loss"]
         self._tell(lambda writer: writer.write_scalars(step, scalars))
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -295,7 +299,7 @@ class MetricsProcessor:
         return Summary(
             last=self._last_record,
             losses=tuple(self._losses),
-            validation_loss=self._validation_loss,
+            validation=self._validation,
             tps=tps,
             mfu=mfu,
             times_s=times_s | self._outside_s,

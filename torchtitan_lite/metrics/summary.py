@@ -19,8 +19,8 @@ class Summary:
     last: StepRecord
     losses: Sequence[float]
     """Of the last FINAL_STEPS logged steps of this process, nat."""
-    validation_loss: float | None
-    """Of the last validation of this process, nat."""
+    validation: tuple[int, float] | None
+    """Step and loss, nat, of the last validation of this process."""
     tps: float | None
     """Median tokens per second per device; None if there is only one record."""
     mfu: float | None
@@ -37,7 +37,7 @@ class Summary:
         """Return the known figures by which runs are compared."""
         figures = {
             "loss": self.final_loss,
-            "validation_loss": self.validation_loss,
+            "validation_loss": None if self.validation is None else self.validation[1],
             "median_tps": self.tps,
             "median_mfu": self.mfu,
         }
@@ -52,8 +52,9 @@ def summary_lines(summary: Summary) -> list[str]:
         f"final loss {summary.final_loss:.2f} nat, mean of the last {len(summary.losses)} logged "
         "steps",
     ]
-    if summary.validation_loss is not None:
-        lines.append(f"validation loss {summary.validation_loss:.2f} nat")
+    if summary.validation is not None:
+        step, loss = summary.validation
+        lines.append(f"validation loss {loss:.2f} nat, at step {step:,}")
 
     tps = "n/a" if summary.tps is None else f"{summary.tps:,.0f}"
     mfu = last.format_mfu(summary.mfu)

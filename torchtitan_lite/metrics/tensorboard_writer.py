@@ -10,18 +10,18 @@ from .figures import FIGURES
 from .summary import Summary
 
 CHARTS = {
-    "loss, mean and validation, nat": ("loss", "validation_loss"),
-    "loss, mean and largest of the ranks, nat": ("loss", "loss_max"),
-    "tokens per second per device": ("tps",),
+    "Loss: training and validation (nat)": ("loss", "validation_loss"),
+    "Loss: mean and largest of the ranks (nat)": ("loss", "loss_max"),
+    "Tokens per second per device": ("tps",),
     "TFLOPS per device": ("tflops",),
-    "MFU, percent; with recompute; of documents": ("mfu", "mfu_documents", "hfu"),
-    "MFU, of one peak or another": ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable"),
-    "memory, GiB": ("memory_gib",),
-    "step, seconds": ("step_time_s", "data_time_s"),
-    "outside, seconds": ("compile_s", "checkpoint_s", "validation_s", "gc_s", "profiling_s"),
+    "MFU, MFU within documents, and HFU (%)": ("mfu", "mfu_documents", "hfu"),
+    "MFU by choice of peak (%)": ("mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable"),
+    "Peak memory (GiB)": ("memory_gib",),
+    "Time of a step, and of its wait for data (s)": ("step_time_s", "data_time_s"),
+    "Time between steps (s)": ("compile_s", "checkpoint_s", "validation_s", "gc_s", "profiling_s"),
 }
 """Figures of each chart of TensorBoard's Custom Scalars tab."""
-CAST_CHARTS = {"sqnr_db": "SQNR of {role}s, dB", "underflow": "share of {role}s that became 0"}
+CAST_CHARTS = {"sqnr_db": "SQNR of {role}s (dB)", "underflow": "Share of {role}s that became 0"}
 """Titles of the charts of casts to float8, by figure, with a curve per kind of linear."""
 
 
@@ -37,14 +37,25 @@ class TensorBoardWriter(Writer):
         # An earlier process may have trained past the step: TensorBoard drops those points.
         self._curves: Any = SummaryWriter(str(folder), purge_step=run.resume_step + 1)
         self._hparams = dict(run.hparams)
+        self._described: set[str] = set()
         self._curves.add_custom_scalars(_layout(numerics=run.has_numerics))
         self._curves.add_text("config", f"```toml\n{run.config_toml}\n```", run.resume_step)
         self.flush()
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
+        from torch.utils.tensorboard.summary import scalar
+
         for name, value in scalars.items():
             for tag in _tags(name):
-                self._curves.add_scalar(tag, value, step)
+                summary = scalar(tag, value)
+                if tag not in self._described:  # the first point has what the Scalars tab shows
+                    self._described.add(tag)
+                    metadata = summary.value[0].metadata
+                    metadata.plugin_data.plugin_name = "scalars"
+                    metadata.data_class = DATA_CLASS_SCALAR
+                    metadata.summary_description = _describe(name)
+                self._curves.file_writer.add_summary(summary, step)
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         texts = [f"**{each['prompt']}**\n\n```text\n{each['text']}\n```" for each in samples]
@@ -79,6 +90,12 @@ def _tags(name: str) -> list[str]:
     if "(" in tag:
         return [tag, f"z_pages/{name}"]
     return [tag + slash + suffix] if tag else []
+
+
+def _describe(name: str) -> str:
+    """Return the meaning and the unit of a figure."""
+    figure = FIGURES[name.partition("/")[0]]
+    return f"{figure.meaning} ({figure.unit})" if figure.unit else figure.meaning
 
 
 def _layout(*, numerics: bool) -> dict[str, dict[str, list[Any]]]:

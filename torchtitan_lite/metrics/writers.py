@@ -111,7 +111,7 @@ def _describe(record: StepRecord) -> Iterator[str]:
     if record.skipped_steps:
         yield f"skipped {record.skipped_steps}"
     yield f"tps {record.tps:,.0f}"
-    yield f"tflops {record.tflops:,.2f}"
+    yield f"tflops {float(f'{record.tflops:.3g}'):,g}"  # three digits, without an exponent
 
     mfu = f"mfu {record.format_mfu(record.mfu)}"
     if record.mfu_documents is not None:

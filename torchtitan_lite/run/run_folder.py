@@ -251,8 +251,8 @@ def _occupied(path: Path, names: Iterable[str]) -> list[str]:
 
 
 def _move_to_previous(path: Path, names: list[str], *, started: float) -> None:
-    """Move the earlier run's `names` to a folder in previous/, named after its start time.
-    Raises ConfigError for a link, because its target would not move."""
+    """Move the earlier run's `names` to a folder in previous/, named after its start time, and
+    rename its event files. Raises ConfigError for a link, because its target would not move."""
     if links := [name for name in names if (path / name).is_symlink()]:
         raise ConfigError(
             f'[job] dump_folder = "{path}" holds {links[0]}, and files behind a link cannot move '
@@ -260,6 +260,9 @@ def _move_to_previous(path: Path, names: list[str], *, started: float) -> None:
         )
     target = path / "previous" / time_name(started)
     for name in names:
+        # TensorBoard shows every file below its logdir whose name has "tfevents" as a run's.
+        for events in [each for each in (path / name).rglob("*tfevents*") if each.is_file()]:
+            events.rename(events.with_name(events.name.replace("tfevents", "previous")))
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).rename(target / name)
     logger.info(f"moved the files of an earlier run in {path} to {target}: {', '.join(names)}")

@@ -162,6 +162,7 @@ def build_metrics(
         peaks=peaks,
         device=device,
         n_devices=job.degrees.world_size,
+        seq_len=config.training.seq_len,
         writers=writers,
         start_tokens=progress.tokens,
     )
