@@ -212,6 +212,9 @@ def test_a_store_that_was_moved_is_logged(notices):
     ({}, 40, []),
     ({"epochs": 0.5}, 20, [r"epochs = 0.5 end the run at step 20 of 40; 0 samples are left over"]),
     ({"epochs": 1.5}, 40, []),
+    ({"steps": 404}, 404, ["steps = 404 are 10 epochs of pystdlib: .* dataset_path"]),
+    ({"steps": 400}, 400, []),
+    ({"steps": 404, "epochs": 20}, 404, []),
 ])  # fmt: skip
 def test_log_data(training, step, last, opened, notices):
     data_of(**training)

@@ -92,6 +92,21 @@ def test_the_documented_command_prints_the_documented_report(monkeypatch, capsys
     assert [section for section in sections if section not in printed] == []
 
 
+# ----- float8.md -----
+
+
+def test_the_gains_by_size_are_those_predicted():
+    page = (ROOT / "docs/float8.md").read_text()
+    for batch, seq_len in ((1, 8192), (16, 2048)):
+        words = f"--training.seq_len={seq_len}", f"--training.local_batch_size={batch}"
+        gains = [
+            plan("llama3_8b_float8", f"--model.flavor={size}", *words)["prediction"]["speedup"]
+            for size in ("150M", "350M", "1B", "3B", "8B")
+        ]
+        row = f"| {batch} x {seq_len} | {' | '.join(f'{gain:.2f}' for gain in gains)} |"
+        assert row in page, f"docs/float8.md needs:\n{row}"
+
+
 # ----- metrics.md -----
 @pytest.mark.parametrize("group", ["STEP_FIGURES", "BETWEEN_STEPS", "CAST_FIGURES"])
 def test_the_tables_of_figures_are_the_codes(group):

@@ -42,6 +42,7 @@ def test_every_row_of_every_table_is_listed(capsys: pytest.CaptureFixture[str]) 
         "datasets": list(DATASETS),
         "configs": shipped_configs(),
     }
-    assert re.search(r"\n405B +405,853,388,800 ", page)
+    assert re.search(r"\n405B +405,853,388,800 .* 128,256\n", page)
+    assert re.search(r"\n150M +127,593,216 .* 2,256 \(tokenizer\)\n", page)
     run_command(["list", "recipes"])
     assert capsys.readouterr().out.splitlines() == [*tables[1], ""]

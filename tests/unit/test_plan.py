@@ -20,7 +20,7 @@ import torch
 
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.cli import run_command
-from torchtitan_lite.planner.constants import RATE_RANGE, SPLIT_RATE_RANGE
+from torchtitan_lite.planner.constants import RATE_RANGE, SPLIT_RATE_RANGE, USABLE_MEMORY
 from torchtitan_lite.planner.plan import find_device
 from torchtitan_lite.planner.report import format_plan
 
@@ -329,6 +329,36 @@ def test_the_command_plans_by_measured_rates(tmp_path):
     assert found["prediction"]["speedup"] > plan(words[0])["prediction"]["speedup"]
 
 
+# ----- format_plan, matmuls_s -----
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("llama3_8b_float8", mode("full"), "--float8.filter_fqns=wk"),
+        ("llama3_8b", "--training.global_batch_size=16"),
+        ("llama3_8b_float8", "--parallelism.pipeline_parallel_degree=2", RESHARD_DEFAULT),
+    ],
+)
+def test_operators_add_up_to_the_model_and_the_step(words):
+    found = plan(*words, "--training.local_batch_size=2")
+    flops, step = found["flops_per_token"], found["prediction"]["float8"]
+    *linears, output = found["linears"]
+    assert 3 * sum(each["flops_per_token"] for each in linears) == flops["block_linears"]
+    assert 3 * output["flops_per_token"] == flops["output"]
+    seconds = sum(sum(each["step_s"].values()) for each in linears)
+    assert seconds == pytest.approx(step["compute_s"]["linears"])
+    assert 0.7 < sum(output["step_s"].values()) / step["compute_s"]["output and loss"] < 1
+
+    table = format_plan(found, operators=True).partition("\nOperators\n")[2].partition("\n\n")[0]
+    *rows, last = (numbers(line)[-2:] for line in table.splitlines()[2:])
+    assert len(rows) == 3 * len(found["linears"]) + 2
+    assert last == [flops["total"], pytest.approx(1e3 * step["step_s"], abs=0.05)]
+    assert sum(flops for flops, _ in rows) == last[0]
+    assert sum(milliseconds for _, milliseconds in rows) == pytest.approx(last[1], abs=1.5)
+    assert "\nOperators\n" not in format_plan(found)
+
+
 # ----- plan_schedule -----
 
 
@@ -401,7 +431,7 @@ def test_the_report_begins_with_the_answer_that_the_json_gives():
     assert hours < 2  # so the answer has minutes
     assert_in_order(
         answer(found),
-        f"8B on 8 x H100 SXM, predicted: fits ({found['memory']['reserved'] / 2**30:.1f} of 80 G",
+        f"8B on 8 x H100 SXM, predicted: fits ({found['memory']['reserved'] / 2**30:.1f} of 78 G",
         f"{schedule['tps']:,.0f} tokens/s per device ",
         "({:,.0f} to {:,.0f})".format(*schedule["tps_range"]),
         f"{schedule['step_s']:.3f} s a step, ",
@@ -419,7 +449,7 @@ def test_a_given_rate_is_never_called_predicted_and_the_other_way_round():
     given, off = plan(*FLOAT8_8B), plan(*BF16_8B)
     assert_in_order(
         answer(given),
-        f"predicted: fits ({given['memory']['reserved'] / 2**30:.1f} of 80 GiB)",
+        f"predicted: fits ({given['memory']['reserved'] / 2**30:.1f} of 78 GiB)",
         "; given: 7,773 tokens/s per device, 1.05 s a step, 17.6 minutes and 2.34 GPU-hours",
         "1,000 steps (10^12 tokens: 186 days, 35,736 GPU-hours); predicted: tensorwise float8 ",
     )
@@ -436,11 +466,21 @@ def test_a_given_rate_is_never_called_predicted_and_the_other_way_round():
 
 def test_the_rate_of_what_does_not_fit_is_conditional():
     found = plan("llama3_8b", "--world-size", "1")
-    assert re.search(r"does not fit \([\d.]+ of 80 GiB\); if it did, [\d,]+ tokens", answer(found))
-    tight = plan("llama3_8b_float8", "--memory", "20")
-    sizes = tight["memory"]["peak"]["total"], tight["memory"]["reserved"]
-    low, high = (f"{size / 2**30:.1f}" for size in sizes)
-    assert f"tight ({low} to {high} of 20 GiB)" in answer(tight)
+    reserved = found["memory"]["reserved"] / 2**30
+    assert f"does not fit ({reserved:.0f} of 78 GiB); if it did, " in answer(found)
+
+
+def test_a_layout_that_does_not_fit_or_waits_a_lot_is_told_to_search():
+    words = ("llama3_8b_float8", "--link", "20")
+    for found, reason in (
+        (plan("llama3_8b", "--world-size", "1"), "does not fit"),
+        (plan(*words), r"waits for \d\d % of the step"),
+    ):
+        last = text_of(found).rpartition(". ")[2]
+        assert re.fullmatch(rf"This layout {reason}; add --search for the .*", last), last
+    good = text_of(plan("llama3_8b_float8"))
+    assert "--search" not in good
+    assert f"Of the memory on a data sheet {100 * USABLE_MEMORY:g} % can be used." in good
 
 
 def test_the_report_names_every_section_and_the_verdict(capsys):
@@ -451,7 +491,7 @@ def test_the_report_names_every_section_and_the_verdict(capsys):
         "Time of a step, predicted | Memory of a rank, predicted | Cost at the given rate | "
         "Linears | Assumed"
     )
-    figures = ("of 141 GiB); given: 9,000", "float8 helps", "of 1,549 TFLOPS, each")
+    figures = ("of 137.5 GiB); given: 9,000", "float8 helps", "of 1,549 TFLOPS, each")
     assert_in_order(text.replace("\n", " "), *figures, "8,030,261,248 parameters", "57,912,852,480")
 
 
@@ -462,6 +502,10 @@ def test_the_report_gives_the_reason_for_each_linear():
     assert "wq, wk, wv, wo, w1, w2, w3 in bf16: filter_fqns 'layers.0'" in rows
     assert "wk in bf16: filter_fqns 'wk'" in rows
     assert "output in bf16: the projection to the vocabulary stays in high precision" in rows
+
+    rowwise = plan("llama3_8b", ON, "--float8.recipe_name=rowwise", AUTO)
+    assert "wk, wv in float8: slower alone; a shared cast, " in text_of(rowwise)
+    assert "slower alone" not in text_of(found)
 
     part = plan("llama3_8b", ON, "--float8.recipe_name=rowwise_with_gw_hp")
     (row,) = (row for row in section(part, "Linears") if row.startswith("wq "))
@@ -488,8 +532,11 @@ def test_a_report_has_80_columns(config, device, words):
 def test_the_gpu_at_hand_is_planned_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    assert find_device(None).name == "H200"
-    assert find_device("l4").name == "L4"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 139.81 * 2**30))
+    found = find_device(None)
+    assert (found.name, found.memory_gib) == ("H200", 139.8)
+    assert (find_device("l4").name, find_device("l4").memory_gib) == ("L4", 21.9)
+    assert find_device(None, memory_gib=100).memory_gib == 97.5
 
 
 def test_a_gpu_without_a_data_sheet_is_planned_by_its_figures():
@@ -501,7 +548,7 @@ def test_a_gpu_without_a_data_sheet_is_planned_by_its_figures():
     said = "No data sheet of the Q100 is known"
     assert said in text_of(found) and said not in text_of(known)
     larger = plan("llama3_8b_float8", "--memory=160", "--bandwidth=7")["device"]
-    assert (larger["memory_gib"], larger["bandwidth_tb_s"]) == (160, 7)
+    assert (larger["memory_gib"], larger["bandwidth_tb_s"]) == (156, 7)
 
 
 # ----- check_planned -----
@@ -522,8 +569,13 @@ MXFP8 = shlex.join(["--float8.recipe_name=mxfp8", *NO_GATHER])
         ("--device H200 --node-devices 0", "--node-devices: 0 must be a whole number from 1 to"),
         ("--device H200 --network inf", "--network: inf must be a number"),
         ("--device H200 --tps -3", "--tps: -3 must be a number"),
+        (
+            "--device H200 --tps 30000",
+            "--tps 30000 is an MFU of 112 %; .* at most 26,755 with",
+        ),
         ("--device H200 --longest --search", "--search: not allowed with argument --longest"),
         ("--device H200 --tps 5 --search", "--search: not allowed with argument --tps"),
+        ("--device H200 --search --operators", "--operators: not allowed with argument --search"),
         ("--device H200 --gpu-hour 2", "--gpu-hour is for --search and --longest; add one"),
         ("--device 'A100 SXM 80GB'", "the A100 SXM 80GB has no float8 matrix units"),
         (f"--device 'H100 SXM' {MXFP8}", "no kernels .* H100 SXM, only for B200, B300, GB200, GB3"),

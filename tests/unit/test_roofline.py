@@ -135,7 +135,7 @@ def test_ring_beside_measured_collectives():
     assert 8e9 / at.gather_s(8e9, 8) / 1e9 * 7 / 8 == approx(330, rel=0.1)
 
 
-# ----- bf16_s, float8_s -----
+# ----- linears_s, matmuls_s -----
 
 
 def matmuls_s(at: Roofline, **options: Any) -> float:
@@ -144,7 +144,11 @@ def matmuls_s(at: Roofline, **options: Any) -> float:
 
 
 def test_bf16_is_three_matmuls():
-    assert KERNELS.bf16_s(one_linear(N, K)) == approx(matmuls_s(KERNELS))
+    linear = one_linear(N, K)
+    assert KERNELS.linears_s([linear], []) == approx(matmuls_s(KERNELS))
+    shapes = {"output": (M, N, K), "grad_input": (M, K, N), "grad_weight": (N, K, M)}
+    expected = {name: KERNELS.gemm_s(*shape) for name, shape in shapes.items()}
+    assert KERNELS.matmuls_s(linear, []) == approx(expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -162,7 +166,7 @@ def test_float8_casts_move_about_as_many_bytes_as_torchaos_roofline_says(recipe)
         "rowwise_with_gw_hp": row + slow + bf16,
         "mxfp8": row + 2 * slow,
     }
-    casts = roofline.float8_s(one_linear(n, k)) - matmuls[recipe]
+    casts = roofline.linears_s([one_linear(n, k)], [one_linear(n, k)]) - matmuls[recipe]
     named = (None, "mxfp8_cublas_rceil") if recipe == "mxfp8" else (recipe, None)
     theirs = float(get_float8_mem_sympy(m, k, n, *named, False, "NVIDIA H100"))
     assert casts == approx(theirs, rel=0.2)
@@ -178,15 +182,20 @@ def test_float8_casts_take_bytes_by_kind_of_access_and_launches(monkeypatch):
         grad_output=Traffic(13, kernels=10),
     )
 
-    def seconds(casts: Casts) -> float:
+    def seconds(casts: Casts) -> dict[str, float]:
         monkeypatch.setitem(COMPILED, "tensorwise", casts)
-        return roofline_of(M, SCHEMES["tensorwise"]).float8_s(one_linear(N, K), readers=2)
+        pair = [replace(one_linear(N, K), kind=kind) for kind in (WK, WV)]
+        return roofline_of(M, SCHEMES["tensorwise"]).matmuls_s(pair[0], pair)
 
     # Two linears share the casts of the input. Bytes are at 0.8, 0.6 and 0.4 of 2.5 TB/s.
-    forward = 3 / 2 / 2 * M * K + 7 / 1 * N * K
-    backward = 5 / 1.5 / 2 * M * K + (-1 / 2 + 11 / 1.5 + 1 / 1) * N * K + 13 / 2 * M * N
-    expected = 1e-12 * (forward + backward) + (2 / 2 + 6 + 4 / 2 + 8 + 10) * 2e-6
-    assert seconds(casts) - seconds(NO_CASTS) == approx(expected)
+    expected = {
+        "output": 1e-12 * (3 / 2 / 2 * M * K + 7 / 1 * N * K) + (2 / 2 + 6) * 2e-6,
+        "grad_input": 1e-12 * ((-1 / 2 + 11 / 1.5 + 1 / 1) * N * K + 13 / 2 * M * N) + 18 * 2e-6,
+        "grad_weight": 1e-12 * 5 / 1.5 / 2 * M * K + 4 / 2 * 2e-6,
+    }
+    without = seconds(NO_CASTS)
+    added = {name: each - without[name] for name, each in seconds(casts).items()}
+    assert added == approx(expected)
 
 
 def test_casts_of_a_recipe_that_nobody_has_counted(monkeypatch):
@@ -208,7 +217,7 @@ def test_float8_weight_that_was_gathered_in_float8_is_not_cast_again():
         (output, True, 0),
     ):
         cast, gathered = (
-            roofline_of(M, each, replace(SMALL, tie_embeddings=tied)).float8_s(linear)
+            roofline_of(M, each, replace(SMALL, tie_embeddings=tied)).linears_s([linear], [linear])
             for each in (SCHEMES["tensorwise"], GATHERED)
         )
         assert cast - gathered == approx(saved)
@@ -216,8 +225,9 @@ def test_float8_weight_that_was_gathered_in_float8_is_not_cast_again():
 
 def test_linears_that_are_recomputed_run_their_forward_again():
     linear = replace(one_linear(N, K), names=tuple("abcd"))
-    once, half = (roofline_of(M, recomputed=linear.names[:n]).bf16_s(linear) for n in (0, 2))
-    assert half - once == approx(2 * KERNELS.gemm_s(M, N, K))
+    once, half = (roofline_of(M, recomputed=linear.names[:n]).matmuls_s(linear, []) for n in (0, 2))
+    assert half["output"] - once.pop("output") == approx(2 * KERNELS.gemm_s(M, N, K))
+    assert half.items() >= once.items()
 
 
 class TensorTraffic(TorchDispatchMode):
@@ -319,7 +329,7 @@ def test_ratio_beside_published_linears(monkeypatch):
         tolerance = 0.2 if speedup > 1 else 0.3
         assert 1 / roofline.ratio(linear, [linear]) == approx(speedup, rel=tolerance)
         if bf16_ms:
-            assert roofline.bf16_s(linear) * 1e3 == approx(bf16_ms, rel=0.2)
+            assert roofline.linears_s([linear], []) * 1e3 == approx(bf16_ms, rel=0.2)
 
 
 # ----- attention_s, runs_attention_in -----

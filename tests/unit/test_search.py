@@ -255,7 +255,7 @@ def test_without_a_layout_that_fits_it_says_what_would() -> None:
     open_batch = ("--training.global_batch_size=-1", "--float8.enable_float8_linear=false")
     full = ("--activation_checkpoint.mode=full", KEPT[1], "--training.local_batch_size=1")
     memory = ("--memory", "60", "--model.n_layers", "16", *full, *open_batch)
-    message = r"nothing fits: 405B.* on --world-size 8 reserves at .* of the 60 of the H100 SXM"
+    message = r"nothing fits: 405B.* on --world-size 8 reserves at .* of the 58.5 of the H100 SXM"
     with pytest.raises(ConfigError, match=message) as raised:
         search("llama3_405b", *memory)
     gpus = int(re.search(r"would fit (\d+) GPUs", str(raised.value))[1])
@@ -328,7 +328,7 @@ def test_lengths_are_multiples_of_what_the_degrees_divide() -> None:
 
 def test_a_device_that_holds_no_length_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"nothing fits: 8B on .* at least [\d.]+ GiB of the 8 of"
+        ConfigError, match=r"nothing fits: 8B on .* at least [\d.]+ GiB of the 7.8 of"
     ):
         longest(memory_gib=8.0)
 

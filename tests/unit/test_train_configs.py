@@ -65,6 +65,14 @@ def test_a_shipped_config_fits_the_devices_that_it_names(name, world_size, devic
     assert make_plan(config, world_size=world_size, device=find_device(device))["memory"]["fits"]
 
 
+@pytest.mark.parametrize("name", ["llama3_8b_long", "llama3_70b", "llama3_405b"])
+def test_a_large_config_trains_in_float8_and_by_one_flag_in_bf16(name):
+    float8 = load(name, SHIPPED[name][0]).float8
+    assert float8.enable_float8_linear and float8.enable_fsdp_float8_all_gather
+    bf16 = load(name, SHIPPED[name][0], "--float8.enable_float8_linear=false").float8
+    assert not bf16.enable_float8_linear
+
+
 def test_the_wrong_number_of_processes_is_refused():
     with pytest.raises(ConfigError, match="world size, 1; run 2 or 4"):
         load("llama3_405b", 1)

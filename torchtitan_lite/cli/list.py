@@ -9,9 +9,10 @@ from torchtitan_lite.catalog.devices import DEVICES
 from torchtitan_lite.catalog.flavors import FLAVORS, count_parameters
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.config import find_config, shipped_configs
+from torchtitan_lite.data.tokenizer import build_tokenizer
 
 HEADINGS = {
-    "flavors": ("parameters", "dim", "layers", "heads", "kv heads", "ffn_dim", "vocabulary"),
+    "flavors": ("parameters", "dim", "layers", "heads", "kv heads", "ffn_dim", "with vocabulary"),
     "recipes": ("matmuls in float8", "compute capability"),
     "devices": ("bf16 TFLOPS", "fp8 TFLOPS", "memory GiB", "TB/s"),
     "datasets": ("text",),
@@ -39,10 +40,12 @@ def run(args: argparse.Namespace) -> None:
 def build_tables() -> dict[str, list[Row]]:
     """Return the rows of each table, by its name."""
     flavors: list[Row] = []
+    included = build_tokenizer("").vocab_size
     for name, args in FLAVORS.items():
-        count = count_parameters(args, vocab_size=args.vocab_size or 32_000)
+        count = count_parameters(args, vocab_size=args.vocab_size or included)
         sizes = (args.dim, args.n_layers, args.n_heads, args.n_kv_heads, args.ffn_dim)
-        flavors.append((name, count, *sizes, args.vocab_size or "tokenizer's, say 32,000"))
+        vocabulary = f"{args.vocab_size or included:,}{'' if args.vocab_size else ' (tokenizer)'}"
+        flavors.append((name, count, *sizes, vocabulary))
     return {
         "flavors": flavors,
         "recipes": [

@@ -248,7 +248,7 @@ class CompileConfig(Section):
 
 class Float8Config(Section):
     enable_float8_linear: bool = False
-    """Train wq, wk, wv, wo, w1, w2 and w3 in float8."""
+    """Train wq, wk, wv, wo, w1, w2 and w3 in float8; it pays from about 1B parameters on."""
     recipe_name: RecipeName = DEFAULT_RECIPE
     """Scale per tensor; per row; per row, weight gradient in bf16; per 32 elements (Blackwell)."""
     enable_fsdp_float8_all_gather: bool = False

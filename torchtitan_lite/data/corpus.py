@@ -194,3 +194,9 @@ def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
             f"[training] epochs = {training.epochs:g} end the run at step {last_step:,} of "
             f"{training.steps:,}; {batches.left_over:,} samples are left over"
         )
+    most = max(epochs, key=lambda name: epochs[name])
+    if training.epochs is None and epochs[most] > 10:
+        logger.warning(
+            f"[training] steps = {training.steps:,} are {epochs[most]:,.0f} epochs of {most}: the "
+            "model will know it by heart; name more text as dataset_path, or take fewer steps"
+        )

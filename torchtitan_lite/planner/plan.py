@@ -10,6 +10,7 @@ import torch
 
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
+from torchtitan_lite.catalog.flavors import OUTPUT
 from torchtitan_lite.config import Config, MetricsConfig, ModelConfig, resolve_model
 from torchtitan_lite.config.job import Job, TokenizerValues, build_job
 from torchtitan_lite.data.tokenizer import build_tokenizer
@@ -19,6 +20,7 @@ from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
 from torchtitan_lite.training.model import MetaModel, build_meta_model
 
 from .auto import resolve_auto
+from .constants import USABLE_MEMORY
 from .share import state_widths
 from .workload import Workload, build_workload, predict_gain
 
@@ -28,13 +30,13 @@ MOST_SHARDS = 2**16
 
 def find_device(name: str | None, metrics: MetricsConfig | None = None, **given: Any) -> DeviceSpec:
     """Return the data sheet of the device called `name`, by default of the GPU at hand, with the
-    peaks in `metrics` and the fields that are `given`, and not None, in place of its own.
+    peaks in `metrics` and the fields `given`, unless None, and the usable part of its memory.
 
     Raises ConfigError without a name and a GPU, and for an unknown name unless a bf16 peak,
     bandwidth_tb_s and memory_gib are given."""
     given = {field: value for field, value in given.items() if value is not None}
-    if name is None and torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
+    at_hand = name is None and torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if at_hand else name
     device, peaks = lookup_device(name or ""), given_peaks(metrics) if metrics else {}
     described = "bf16" in peaks and given.keys() >= {"bandwidth_tb_s", "memory_gib"}
     if device is None and name and described:
@@ -45,7 +47,11 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
             f"--device {problem}; use one of {', '.join(each.name for each in DEVICES)}; plan any "
             "other by --bandwidth, --memory and --metrics.peak_tflops_bf16 (and _fp8)."
         )
-    return replace(device, **given).with_peaks(peaks)
+    device = replace(device, **given).with_peaks(peaks)
+    usable_gib = USABLE_MEMORY * device.memory_gib
+    if at_hand and "memory_gib" not in given:
+        usable_gib = torch.cuda.mem_get_info()[1] / 2**30
+    return replace(device, memory_gib=round(usable_gib, 1))
 
 
 def check_planned(config: Config, device: DeviceSpec) -> None:
@@ -109,6 +115,12 @@ def make_plan(
 
     request, schedule = plan_request(work, device), plan_schedule(work, device, tps)
     request["float8_recipe"] = float8.recipe_name if on else None  # even if no linear gains
+    schedule |= _plan_rates(schedule["tps"], meta.ledger, device)
+    if tps is not None and (mfu := schedule["mfu"]) > 100:
+        raise ConfigError(
+            f"--tps {tps:g} is an MFU of {mfu:,.0f} %; give the tokens per second of one "
+            f"{device.name}, at most {int(100 * tps / mfu):,} with this model"
+        )
     return {
         "request": request,
         "device": asdict(device) | {"data_sheet": lookup_device(device.name) is not None},
@@ -117,7 +129,7 @@ def make_plan(
         "linears": _plan_linears(in_float8, device),
         "prediction": _plan_prediction(in_float8, device, on=on),
         "memory": _plan_memory(work, device),
-        "schedule": schedule | _plan_rates(schedule["tps"], meta.ledger, device),
+        "schedule": schedule,
     }
 
 
@@ -197,6 +209,11 @@ def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
 def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
     """An item for each kind of linear and reason to keep it."""
     roofline, matmuls = work.roofline(device), work.job.config.float8.recipe.matmuls
+
+    # How often a step of the rank that computes longest passes all blocks, and the output.
+    step = work.time(device).compute_s
+    blocks = step["attention"] / roofline.attention_s()
+    heads = work.job.batch.grad_accum_steps if step["output and loss"] else 0
     return [
         asdict(choice)
         | {
@@ -205,6 +222,11 @@ def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
                 each: "fp8" if choice.converted and each in matmuls else "bf16" for each in MATMULS
             },
             "time_ratio": roofline.ratio(choice, work.converted) if device.fp8_tflops else None,
+            "flops_per_token": 2 * choice.shape[0] * choice.shape[1] * len(choice.names),
+            "step_s": {
+                name: seconds * (heads if choice.kind == OUTPUT else blocks)
+                for name, seconds in roofline.matmuls_s(choice, work.converted).items()
+            },
         }
         for choice in work.choices
     ]

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_lite.base.collectives import on_all_ranks
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 from torchtitan_lite.checkpoint.resume import Resume
@@ -16,6 +17,8 @@ from torchtitan_lite.run.process_group import local_world_size
 from torchtitan_lite.training.model import find_attention
 
 from .auto import resolve_auto
+from .memory import step_memory
+from .share import Share
 from .workload import build_workload, predict_gain
 
 
@@ -38,6 +41,7 @@ def prepare_job(
 
     # The smallest memory of any rank decides for all.
     memory_gib = on_all_ranks(lambda: total_memory_gib(device, sharing=local_world_size()))
+    check_states(job, sum(memory_gib) / world_size)
     spec = planned_device(device, config)
     job = resolve_auto(job, memory_gib=min(memory_gib), device=spec)
     logger.info(f"{job.layout()}, on {device.type}")
@@ -48,6 +52,20 @@ def prepare_job(
         work = build_workload(job, fused_attention=attention != "MATH")
         logger.info(f"predicted: {predict_gain(work, spec).verdict()}")
     return job, tokenizer
+
+
+def check_states(job: Job, memory_gib: float) -> None:
+    """Raise ConfigError if weights, gradients and optimizer states alone need more than
+    `memory_gib`, both as the mean over ranks: the ranks of a host share it in any way."""
+    last = [step_memory(Share(job, (), rank=rank))[-1] for rank in range(job.degrees.pp)]
+    states = sum(each.parameters + each.gradients + each.optimizer_states for each in last)
+    needed_gib = states / len(last) / 2**30
+    if needed_gib > memory_gib:
+        raise ConfigError(
+            f"[model] {job.model_name}: weights, gradients and optimizer states need at least "
+            f"{needed_gib:.1f} GiB of each rank, which has {memory_gib:.1f}; use more nodes, a "
+            "smaller model, or on GPUs [training] enable_cpu_offload = true"
+        )
 
 
 def planned_device(device: torch.device, config: Config) -> DeviceSpec | None:

@@ -24,21 +24,25 @@ SETTINGS = (
     "{fsdp_reshard_after_forward}, attention in PyTorch's {attention_kernel} kernel."
 )
 ASSUMED = (
+    "Of the memory on a data sheet 97.5 % can be used. "
     "Rates of kernels, links and nodes are in torchtitan_lite/planner/constants.py, with sources: "
     "to replace them, measure with scripts/gpu_day.sh and give its file (--measured). Each GPU can "
     "send {link_gb_s:,g} GB/s within a node of {node_devices:,}, and {network_gb_s:,g} to other "
     "nodes (--link, --node-devices, --network). Ranges hold the middle 80 % of published runs of "
     "this kind, beside their predictions: see docs/published.md."
 )
+SHARED = "slower alone; a shared cast, or gathers of half the bytes, can make up for it"
+MANY_WAITS = 0.15  # part of a step above which a plan advises a search
 Plan = Mapping[str, Any]  # what `make_plan` returns, or a section of it
 
 _wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
 
 
-def format_plan(plan: Plan) -> str:
-    """Format the result of `make_plan`: the answer, then section by section."""
-    sections = (_answer, _time, _memory, _cost, _linears, _assumed)
-    return "\n\n".join(section(plan) for section in sections)
+def format_plan(plan: Plan, *, operators: bool = False) -> str:
+    """Format the result of `make_plan` section by section, with `operators` also each matmul."""
+    tables = (_linears, _operators) if operators else (_linears,)
+    sections = (_answer, _time, _memory, _cost, *tables, _assumed, _advice)
+    return "\n\n".join(filter(None, (section(plan) for section in sections)))
 
 
 def _answer(plan: Plan) -> str:
@@ -65,14 +69,10 @@ def _answer(plan: Plan) -> str:
 
 
 def _fit(plan: Plan) -> str:
-    """Return whether what is reserved fits, or at least the peak."""
+    """Return whether what is reserved fits."""
     memory, device = plan["memory"], plan["device"]["memory_gib"]
-    peak, reserved = memory["peak"]["total"] / GIB, memory["reserved"] / GIB
-    if memory["fits"]:
-        return f"fits ({_digits(reserved)} of {device:g} GiB)"
-    if peak <= device:
-        return f"tight ({_digits(peak)} to {_digits(reserved)} of {device:g} GiB)"
-    return f"does not fit ({_digits(peak)} of {device:g} GiB)"
+    verdict = "fits" if memory["fits"] else "does not fit"
+    return f"{verdict} ({_digits(memory['reserved'] / GIB)} of {device:g} GiB)"
 
 
 def _digits(value: float | None) -> str:
@@ -130,8 +130,7 @@ def _memory(plan: Plan) -> str:
     if not memory["fits"]:
         gpus, full = memory["would_fit"], "activation checkpointing full"
         fewest = f"{gpus:,} GPUs with {full}" if gpus else f"no number of GPUs, with {full} either"
-        fixes = "or lower [training] local_batch_size or seq_len, or --search"
-        note += f"; would fit: {fewest}; {fixes}"
+        note += f"; would fit: {fewest}; or lower [training] local_batch_size or seq_len"
     return _section("Memory of a rank, predicted", _table([header, *rows]), _wrap(note))
 
 
@@ -160,23 +159,52 @@ def _cost(plan: Plan) -> str:
 
 def _linears(plan: Plan) -> str:
     rows = [("linear", "count", "M x N x K per rank", "fp8/bf16", "trained in")]
-    kept: dict[str, list[str]] = {}
+    reasons: dict[str, list[str]] = {}
     for linear in plan["linears"]:
         name = linear["kind"].rpartition(".")[2]
         sizes = " x ".join(map(str, (linear["tokens"], *linear["local_shape"])))
         trained_in, reason = linear["precisions"]["output"], linear["kept_because"]
         if reason:
-            kept.setdefault(reason, []).append(name)
+            reasons.setdefault(f"bf16: {reason}", []).append(name)
         else:
             in_bf16 = [each for each in MATMULS if linear["precisions"][each] != "fp8"]
             trained_in = ", ".join(["float8", *(f"{each} in bf16" for each in in_bf16)])
+            if linear["time_ratio"] > 1:
+                reasons.setdefault(f"float8: {SHARED}", []).append(name)
         count, ratio = str(len(linear["names"])), _digits(linear["time_ratio"])
         rows.append((name, count, sizes, ratio, trained_in))
 
     notes = ["fp8/bf16: predicted time of three matmuls and their casts in float8, over bf16"]
-    notes += [f"{', '.join(names)} in bf16: {reason}" for reason, names in kept.items()]
+    notes += [f"{', '.join(names)} in {why}" for why, names in reasons.items()]
     off = f" if {plan['prediction']['recipe']} float8 were on" if _is_off(plan) else ""
     return _section(f"Linears{off}", _table(rows), *map(_wrap, notes))
+
+
+def _operators(plan: Plan) -> str:
+    """Format FLOPs and time of each matmul, of attention, and of all else: the sum is the step."""
+    step = plan["prediction"]["float8"] or plan["prediction"]["bf16"]
+    rows = [
+        (f"{each['kind']} {matmul}", precision, each["flops_per_token"], each["step_s"][matmul])
+        for each in plan["linears"]
+        for matmul, precision in each["precisions"].items()
+    ]
+    attention = plan["flops_per_token"]["attention"], step["compute_s"]["attention"]
+    rows.append(("attention", "bf16", *attention))
+    rows.append(("all else", "", 0, step["step_s"] - sum(seconds for *_, seconds in rows)))
+    rows.append(("sum", "", sum(flops for *_, flops, _ in rows), step["step_s"]))
+    header = ("", "precision", "FLOPs a token", f"milliseconds{', if on' if _is_off(plan) else ''}")
+    cells = [(*names, f"{flops:,}", f"{1e3 * s:,.1f}") for *names, flops, s in rows]
+    return _section("Operators", _table([header, *cells]))
+
+
+def _advice(plan: Plan) -> str:
+    """Return what finds a better layout, if this one does not fit or waits a lot, else ""."""
+    fits, name = plan["memory"]["fits"], "float8" if plan["request"]["float8_recipe"] else "bf16"
+    step = plan["prediction"][name]
+    waits = sum(step["waits_s"].values()) / step["step_s"]
+    why = f"waits for {100 * waits:.0f} % of the step" if fits else "does not fit"
+    advice = _wrap(f"This layout {why}; add --search for the fastest that fits.")
+    return advice if waits > MANY_WAITS or not fits else ""
 
 
 def _assumed(plan: Plan) -> str:

@@ -6,7 +6,6 @@ and their sizes M, K and N.
 """
 
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from torchtitan_lite.catalog.flavors import OUTPUT
 from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import LinearChoice
+from torchtitan_lite.metrics.flops import MATMULS
 
 from .casts import COMPILED, EAGER, Casts, Traffic
 from .constants import Rates
@@ -29,6 +29,7 @@ COMPILED_POINTWISE = (9, 2, 3), (12, 2, 5)
 each unit of dim, of q_dim + kv_dim, and of ffn_dim. Counted for sm_90 by
 tests/deviceless/test_deviceless_kernels.py."""
 EAGER_POINTWISE = (10, 10, 5), (22, 10, 9)
+Linears = Collection[LinearChoice]
 
 
 @dataclass(frozen=True)
@@ -118,34 +119,41 @@ class Roofline:
 
     # ----- Linears, with what the backward pass recomputes -----
 
-    def bf16_s(self, linear: LinearChoice) -> float:
-        """Seconds of all linears of a kind in bf16."""
-        m, (n, k) = self.tokens, linear.local_shape
-        backward = self.gemm_s(m, k, n) + self.gemm_s(n, k, m)
-        return self._of_all(linear, self.gemm_s(m, n, k), backward)
+    def linears_s(self, linears: Iterable[LinearChoice], converted: Linears) -> float:
+        """Seconds of `linears`, in float8 those that are among `converted`, the others in bf16."""
+        return sum(sum(self.matmuls_s(each, converted).values()) for each in linears)
 
-    def float8_s(self, linear: LinearChoice, readers: int = 1) -> float:
-        """Seconds of the same in float8. Compiled, `readers` linears share the casts of an
-        input."""
+    def matmuls_s(self, linear: LinearChoice, converted: Linears) -> dict[str, float]:
+        """Seconds of each matmul of all linears of a kind, in float8 with its casts if `linear` is
+        among `converted`. The cast of grad_output, for both gradients, is in grad_input."""
         m, (n, k), recipe = self.tokens, linear.local_shape, self.job.config.float8.recipe
+        in_float8 = recipe.matmuls if linear in converted else ()
+        casts_s = self._casts_s(linear, converted) if in_float8 else (0.0, 0.0, 0.0)
+        fast = 1.0 if recipe.gathers_float8 else self.rates.row_scales
+        slow = max(fast, self.rates.slow_accumulation)
+        rows = ((m, n, k), fast), ((m, k, n), slow), ((n, k, m), slow)
+        seconds = {}
+        for name, (shape, slowdown), cast_s in zip(MATMULS, rows, casts_s, strict=True):
+            fp8 = name in in_float8
+            gemm_s = self.gemm_s(*shape, fp8=fp8, slowdown=slowdown if fp8 else 1.0)
+            again = sum(each in self.recomputed for each in linear.names) if name == "output" else 0
+            seconds[name] = (len(linear.names) + again) * (gemm_s + cast_s)
+        return seconds
+
+    def _casts_s(self, linear: LinearChoice, converted: Linears) -> tuple[float, float, float]:
+        """Seconds of the casts of a linear's operands, by the MATMULS before which they run.
+        Compiled, the linears that are `converted` and read the same input share its casts."""
+        m, (n, k) = self.tokens, linear.local_shape
+        readers = len({each.kind for each in converted if each.reads == linear.reads})
+        share = 1 / readers if self.compiled else 1.0
+
         # The embedding reads a tied weight too, so that it is gathered in high precision.
         tied = linear.kind == OUTPUT and self.job.model_args.tie_embeddings
         gathered = self.job.config.float8.enable_fsdp_float8_all_gather and not tied
         weight = GATHERED_WEIGHT if gathered else self.casts.weight
-        share = 1 / readers if self.compiled else 1.0
-
-        fast = 1.0 if recipe.gathers_float8 else self.rates.row_scales
-        forward = share * self._cast_s(m * k, self.casts.input[0]) + self._cast_s(n * k, weight[0])
-        forward += self.gemm_s(m, n, k, fp8=True, slowdown=fast)
-
-        # grad_input [M, K] over N, then grad_weight [N, K] over M
-        slow = max(fast, self.rates.slow_accumulation)
-        fp8 = recipe.divides_tokens
-        backward = share * self._cast_s(m * k, self.casts.input[1]) + self._cast_s(n * k, weight[1])
-        backward += self._cast_s(m * n, self.casts.grad_output)
-        backward += self.gemm_s(m, k, n, fp8=True, slowdown=slow)
-        backward += self.gemm_s(n, k, m, fp8=fp8, slowdown=slow if fp8 else 1.0)
-        return self._of_all(linear, forward, backward)
+        output, grad_weight = (share * self._cast_s(m * k, each) for each in self.casts.input)
+        grad_input = self._cast_s(n * k, weight[1]) + self._cast_s(m * n, self.casts.grad_output)
+        return output + self._cast_s(n * k, weight[0]), grad_input, grad_weight
 
     def _cast_s(self, elements: int, traffic: Traffic) -> float:
         rates = self.rates
@@ -154,25 +162,10 @@ class Roofline:
         nbytes += traffic.strided * rates.contiguous / rates.strided
         return self.move_s(elements * nbytes, traffic.kernels)
 
-    def _of_all(self, linear: LinearChoice, forward: float, backward: float) -> float:
-        again = sum(name in self.recomputed for name in linear.names)
-        return len(linear.names) * (forward + backward) + again * forward
-
-    def linears_s(
-        self, linears: Iterable[LinearChoice], converted: Collection[LinearChoice]
-    ) -> float:
-        """Seconds of `linears`, in float8 those that are among `converted`, the others in bf16."""
-        readers = Counter(linear.reads for linear in converted)
-        return sum(
-            self.float8_s(each, readers[each.reads]) if each in converted else self.bf16_s(each)
-            for each in linears
-        )
-
-    def ratio(self, linear: LinearChoice, converted: Collection[LinearChoice]) -> float:
+    def ratio(self, linear: LinearChoice, converted: Linears) -> float:
         """Time of `linear` in float8 over its time in bf16, beside the other linears `converted`
         that read the same input."""
-        readers = {linear.kind, *(each.kind for each in converted if each.reads == linear.reads)}
-        return self.float8_s(linear, len(readers)) / self.bf16_s(linear)
+        return self.linears_s([linear], [*converted, linear]) / self.linears_s([linear], [])
 
     def choose(self, linears: Sequence[LinearChoice]) -> list[LinearChoice]:
         """Return the `linears` that float8 makes faster. Those that read the same input share its
