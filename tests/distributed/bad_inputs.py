@@ -133,16 +133,15 @@ def table(rows: Iterable[str], refuse: Callable[[str], tuple[int, str]]) -> str:
     return "\n".join(lines)
 
 
-def page(folder: Path) -> str:
+def page(refuse: Callable[[str], tuple[int, str]]) -> str:
     """Return the whole page."""
-    before, at_start = (
-        table(rows, partial(refuse, folder=folder)) for rows in (BEFORE_START, AT_START)
-    )
+    before, at_start = (table(rows, refuse) for rows in (BEFORE_START, AT_START))
     return f"""# Error messages
 
-A message names the table and key, the rule, every number in it, and the fix. All errors in a config
-are reported together. The tables below list what typical mistakes print. A test runs each row on
-one process, with these arguments after `--job.config_file` and a valid file, or these variables.
+A message names the table and key, the rule, every number in it, and the fix. All wrong words, keys
+and values of a config are reported together; once these are right, so are all broken rules between
+them. A test runs each row below on one process, with these arguments after `--job.config_file` and
+a valid file, or these variables.
 
 ## Before any process starts
 
@@ -170,11 +169,20 @@ the last checkpoint, the run folder and the logs. `status.json` says the same:
 | 1 | an unexpected error | look at the logs |
 | 2 | the config, or an environment variable | fix it as the message says |
 | 3 | a tokenizer or training text | fix the data |
-| 4 | a checkpoint | `torchtitan-lite checkpoint verify` lists the intact ones |
+| 4 | a checkpoint | the command `checkpoint verify` lists the intact ones |
 | 5 | loss or gradient not finite for too long | lower `[optimizer] lr`, or load an earlier step |
 | 6 | a rank was killed, hangs or is out of reach | look at its logs and its host |
 | 7 | no space left, or a broken disk | make room, or do as the error says |
-| 75 | stopped by a signal, and saved where checkpoints are enabled | start it again |
+| 75 | stopped by a signal or the time limit; saved if checkpoints are enabled | start it again |
+
+**Out of GPU memory** (`OutOfMemoryError` in a rank's log, exit code 1): start the run again with
+the first of these changes, and add the next ones until it fits. It resumes from its newest
+checkpoint, and a `training.global_batch_size` of -1 keeps the checkpoint's.
+
+1. `activation_checkpoint.mode = "selective"`, then `"full"`; `"auto"` is the planner's choice.
+2. Half the `training.local_batch_size` with the same `global_batch_size`, in twice as many passes.
+3. With `compile.enable`: `activation_checkpoint.mode = "memory_budget"`, with a lower budget.
+4. More GPUs: `data_parallel_shard_degree = -1` shards weights, gradients and moments over them.
 
 The folder of each start in `logs/` has every rank's own lines, in `*/attempt_K/LOCAL_RANK/`, and
 `torchrun.log`, which torch's elastic agent writes.
@@ -184,4 +192,4 @@ The folder of each start in `logs/` has every rank's own lines, in `*/attempt_K/
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         make_files(Path(name))
-        print(page(Path(os.path.realpath(name))), end="")
+        print(page(partial(refuse, folder=Path(os.path.realpath(name)))), end="")

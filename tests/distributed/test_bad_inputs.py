@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import pytest
-from bad_inputs import AT_START, BEFORE_START, make_files, refuse, table
+from bad_inputs import AT_START, BEFORE_START, make_files, page, refuse, table
 from launching import ROOT
 
 Refuse = Callable[[str], tuple[int, str]]
@@ -48,3 +48,10 @@ def test_train_refuses_bad_files(arguments: str, refused: Refuse) -> None:
 @pytest.mark.parametrize("rows", [BEFORE_START, AT_START], ids=["before start", "at start"])
 def test_errors_page_has_the_generated_table(rows: list[str], refused: Refuse) -> None:
     assert table(rows, refused) in (ROOT / "docs/errors.md").read_text()
+
+
+@pytest.mark.quick
+def test_errors_page_has_the_generated_text() -> None:
+    pages = (ROOT / "docs/errors.md").read_text(), page(lambda arguments: (0, ""))
+    shown, generated = (re.sub(r"^\| `.*\n", "", text, flags=re.M) for text in pages)
+    assert shown == generated

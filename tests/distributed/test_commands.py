@@ -21,6 +21,13 @@ REFUSED = "--debug.seed=-1"
 """On GPUs' configs: run_train.sh checks the variables and the config, and refuses this alone."""
 BENCH, MAKE = "torchtitan-lite bench", "torchtitan-lite data make"
 LLAMA = "--tokenizer Llama-3.1-8B/"
+RUN_150M = "NGPU=1 CONFIG_FILE=my_150m.toml ./run_train.sh"
+RUN_1B = "NGPU=1 CONFIG_FILE=my_1b.toml ./run_train.sh"
+TINY = (
+    f"--model.flavor debugmodel_gqa --model.n_layers {FEW_LAYERS} --training.seq_len 32 "
+    "--training.local_batch_size 2 --training.global_batch_size 2 --training.steps 2 "
+    "--validation.steps 1 --compile.enable=false"
+)
 INSTEAD = {
     "torchtitan-lite plan --job.config_file train_configs/llama3_8b_float8.toml "
     '--device "H100 SXM" --measured day/results.json': "true",  # it needs a day on a GPU
@@ -39,6 +46,19 @@ INSTEAD = {
     ),
     # Llama's tokenizers have to be downloaded.
     f"{MAKE} my_texts/ stores/mine {LLAMA}": f"{MAKE} my_texts/ stores/mine",
+    # docs/small_llama.md, with a small vocabulary and small models.
+    "torchtitan-lite tokenizer my_texts/ small.model 32000": (
+        "torchtitan-lite tokenizer my_texts/ small.model 1000"
+    ),
+    RUN_150M: f"{RUN_150M} {TINY}",
+    RUN_1B: f"{RUN_1B} {TINY}",
+    'pip install -e ".[llama,hf]"': "true",
+    "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B": (
+        "torchtitan-lite convert export outputs/small Llama-3.2-1B"
+    ),
+    'pip install "lm_eval[hf]"': "true",
+    "lm_eval --model hf --model_args pretrained=small-llama --tasks hellaswag,arc_easy "
+    "--device cuda:0 --batch_size 16": "true",
     # The benchmark takes minutes; tests/distributed/test_bench_runs.py runs some of its rows.
     BENCH: f"{BENCH} --help",
     f"{BENCH} bf16_compiled tensorwise_compiled --out outputs/compiled": f"{BENCH} --help",

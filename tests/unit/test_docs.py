@@ -55,7 +55,7 @@ def table_rows(page: str, section: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in text.splitlines() if line[:2] == "| "][2:]
 
 
-# ----- plan.md -----
+# ----- plan.md, small_llama.md -----
 
 
 def test_every_key_of_the_json_is_explained_and_no_other():
@@ -82,14 +82,25 @@ def test_every_option_of_the_command_is_explained():
     assert [option for option in options if f"`{option}" not in PLAN] == []
 
 
-def test_the_documented_command_prints_the_documented_report(monkeypatch, capsys):
-    command = re.search(r"^torchtitan-lite (plan .*)$", PLAN, flags=re.MULTILINE)
-    sections = re.findall(r"^```text\n(.*?)\n```$", PLAN, flags=re.MULTILINE | re.DOTALL)
-    assert command and sections
-    monkeypatch.chdir(ROOT)
-    run_command(shlex.split(command[1]))
-    printed = capsys.readouterr().out
-    assert [section for section in sections if section not in printed] == []
+@pytest.mark.parametrize("page", ["plan", "small_llama"])
+def test_the_documented_commands_print_the_documented_reports(page, monkeypatch, capsys, tmp_path):
+    text = (ROOT / f"docs/{page}.md").read_text()
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    monkeypatch.chdir(tmp_path)
+    for name, config in re.findall(r"^```toml\n# (my_\w+\.toml)\n(.*?)^```$", text, re.M | re.S):
+        Path(name).write_text(config)
+
+    # Sections of a report follow the command that prints it.
+    shown = re.findall(r"^torchtitan-lite (plan [^\n]*)$|^```text\n(.*?)\n```$", text, re.M | re.S)
+    assert any(section for _, section in shown)
+    command, printed = "", ""
+    for words, section in shown:
+        if words:
+            command, printed = words, ""
+        elif not printed:
+            run_command(shlex.split(command))
+            printed = capsys.readouterr().out
+        assert section in printed
 
 
 # ----- float8.md -----
