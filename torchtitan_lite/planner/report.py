@@ -24,12 +24,12 @@ SETTINGS = (
     "{fsdp_reshard_after_forward}, attention in PyTorch's {attention_kernel} kernel."
 )
 ASSUMED = (
-    "Of the memory on a data sheet 97.5 % can be used. "
-    "Rates of kernels, links and nodes are in torchtitan_lite/planner/constants.py, with sources: "
-    "to replace them, measure with scripts/gpu_day.sh and give its file (--measured). Each GPU can "
-    "send {link_gb_s:,g} GB/s within a node of {node_devices:,}, and {network_gb_s:,g} to other "
-    "nodes (--link, --node-devices, --network). Ranges hold the middle 80 % of published runs of "
-    "this kind, beside their predictions: see docs/published.md."
+    "Of the memory on a data sheet 97.5 % can be used. Rates of kernels, links and nodes are in "
+    "torchtitan_lite/planner/constants.py, with sources: to replace them, measure with "
+    "scripts/gpu_day.sh and give its file (--measured). Each GPU can send {link_gb_s:,g} GB/s "
+    "within a node of {node_devices:,}, and {network_gb_s:,g} to other nodes (--link, "
+    "--node-devices, --network). Ranges hold the middle 80 % of published runs of this kind, "
+    "beside their predictions: see docs/published.md."
 )
 SHARED = "slower alone; a shared cast, or gathers of half the bytes, can make up for it"
 MANY_WAITS = 0.15  # part of a step above which a plan advises a search
