@@ -47,8 +47,7 @@ def add_arguments(parser: Parser) -> None:
         "fit, and the overrides that choose the first; given keys stay"
     )
     answer.add_argument("--search", action="store_true", help=text)
-    text = "add a table of the FLOPs and the time of each matmul"
-    answer.add_argument("--operators", action="store_true", help=text)
+    answer.add_argument("--operators", action="store_true", help="add FLOPs and time by matmul")
     text = "print the longest sequence that fits when 1, 2, 4, 8 or 16 GPUs share each"
     answer.add_argument("--longest", action="store_true", help=text)
     text = "price of an hour of one GPU, in any currency: searches add the cost of 10^12 tokens"
