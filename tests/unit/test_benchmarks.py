@@ -13,7 +13,14 @@ from common import Figures, Ratios, Watched, measure_pairs, watch
 from fake_gpu_probe import FIRST_STEADY, STEPS, Settings, fake_gpu, note_steps
 from micro import measure_loss
 from versus_on_fake_gpu import FIGURES, choose_cases, torchtitan_float8
-from versus_torchtitan import ADAPTER, compare, torchtitan_dimensions, torchtitan_options
+from versus_torchtitan import (
+    ADAPTER,
+    compare,
+    markdown,
+    save,
+    torchtitan_dimensions,
+    torchtitan_options,
+)
 
 from torchtitan_lite.base.errors import ConfigError, RunError
 from torchtitan_lite.config import Config, load_config
@@ -82,10 +89,15 @@ def test_losses_of_micro_are_the_same() -> None:
 # ----- versus_torchtitan.py, versus_on_fake_gpu.py, fake_gpu_probe.py -----
 
 
-def test_versus_torchtitan() -> None:
+def test_versus_torchtitan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = watched(OURS, 0.5), watched(THEIRS, 1.0)
-    table = compare(lambda: ours, lambda: theirs, tokens=100, pairs=2)
-    assert "200.0         100.0   2.000 +- 0.000" in table
+    ratios = compare(lambda: ours, lambda: theirs, tokens=100, pairs=2)
+    assert "200.0         100.0   2.000 +- 0.000" in capsys.readouterr().out
+    for name in ("eager", "compiled"):
+        save(name, ratios, path=tmp_path / "results.json")
+    header, _, tps, *_ = markdown(json.loads((tmp_path / "results.json").read_text())).splitlines()
+    assert header == "| ours / torchtitan's | eager, 2 pairs | compiled, 2 pairs |"
+    assert tps == "| tokens/s a process | " + " | ".join(["2.00 ± 0.00 (2.00 to 2.00)"] * 2) + " |"
     dimensions = torchtitan_dimensions(load("--model.flavor=8B"))
     assert (dimensions["multiple_of"], dimensions["n_kv_heads"]) == (14336, 8)
     assert dimensions["rope_scaling_args"]["scaling_factor"] == 8.0

@@ -1,10 +1,13 @@
 """The README and CONTRIBUTING name files, keys and commands that exist."""
 
+import json
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+from common import Ratios
+from versus_torchtitan import RESULTS, markdown
 
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.config.keys import KEYS
@@ -33,6 +36,19 @@ def test_every_file_to_change_exists():
 def test_overrides_in_commands_are_keys():
     used = set(re.findall(r"--(\w+\.\w+)", README))
     assert used and used <= {*KEYS, "job.config_file"}
+
+
+def test_the_pages_have_the_figures_that_were_measured_against_torchtitan():
+    results = json.loads(RESULTS.read_text())
+    for page in ("docs/performance.md", "scripts/benchmarks/README.md"):
+        assert markdown(results) in (ROOT / page).read_text()
+
+    def medians(figure):
+        ratios = (Ratios(tuple(results[name]["ratios"][figure])) for name in ("eager", "compiled"))
+        return [f"{each.quartiles[1]:.2f}" for each in ratios]
+
+    (row,) = re.findall(r"^\| Debug model in bf16 .*$", README, flags=re.MULTILINE)
+    assert re.findall(r"\d\.\d\d", row) == medians("tps") + medians("first_step_s")
 
 
 def test_the_plan_prints_the_lines_that_the_readme_shows(monkeypatch, capsys):
