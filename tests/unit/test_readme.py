@@ -51,6 +51,14 @@ def test_the_pages_have_the_figures_that_were_measured_against_torchtitan():
     assert re.findall(r"\d\.\d\d", row) == medians("tps") + medians("first_step_s")
 
 
+def test_the_readme_counts_the_published_runs_as_their_page_does():
+    page = (ROOT / "docs/published.md").read_text()
+    counts = re.findall(
+        r"^\| tokens/s, all \| (\d+) .* (\d+) within 20 %", page, flags=re.MULTILINE
+    )
+    assert re.findall(r"Of (\d+) rates .* (\d+) are within 20 %", README) == counts != []
+
+
 def test_the_plan_prints_the_lines_that_the_readme_shows(monkeypatch, capsys):
     command = re.search(r"^torchtitan-lite (plan .*)$", README, flags=re.MULTILINE)
     shown = re.search(r"^```text\n(.*?)\n```$", README, flags=re.MULTILINE | re.DOTALL)
