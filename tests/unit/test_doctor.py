@@ -40,7 +40,7 @@ def test_a_machine_on_which_all_works(quick, tmp_path, capsys) -> None:
     assert run_command(["doctor", "--folder", str(tmp_path)]) == 0
     *lines, empty, verdict = capsys.readouterr().out.splitlines()
     assert (empty, verdict) == ("", "training works here")
-    found = dict(re.fullmatch(r"(.+?) +works  (.+)", line).groups() for line in lines)
+    found = dict(re.findall(r"^(.+?) +works  (.+)$", "\n".join(lines), flags=re.MULTILINE))
     assert found.keys() == build_checks(tmp_path).keys() - {f"float8 {n}" for n in UNSUPPORTED}
     assert f"torch {metadata.version('torch')}, torchao " in found["versions"]
     assert re.fullmatch(rf"[\d.]+ GiB free in {tmp_path}", found["disk"])
