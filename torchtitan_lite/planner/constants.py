@@ -17,8 +17,9 @@ SPLIT_RATE_RANGE = (0.78, 1.25)  # with context or pipeline parallelism
 SPEEDUP_RANGE = (0.92, 1.2)  # of speedups of float8 over bf16
 USABLE_MEMORY = 0.975
 """Part of the memory on a data sheet that torch's allocator can reserve. Of an H100's 80 GiB, torch
-finds 79.1 (huggingface/trl#2688), and on 8 of them the CUDA context and NCCL take 1.0 of these
-(NVIDIA/nccl#1685)."""
+finds 79.1 (huggingface/trl#2688), less CONTEXT_GIB."""
+CONTEXT_GIB = 1.0
+"""What the CUDA context and NCCL take of what torch finds, on 8 H100s (NVIDIA/nccl#1685)."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from torchtitan_lite.run.process_group import local_world_size
 from torchtitan_lite.training.model import find_attention
 
 from .auto import resolve_auto
+from .constants import CONTEXT_GIB
 from .memory import step_memory
 from .share import Share
 from .workload import build_workload, predict_gain
@@ -43,7 +44,8 @@ def prepare_job(
     memory_gib = on_all_ranks(lambda: total_memory_gib(device, sharing=local_world_size()))
     check_states(job, sum(memory_gib) / world_size)
     spec = planned_device(device, config)
-    job = resolve_auto(job, memory_gib=min(memory_gib), device=spec)
+    usable_gib = min(memory_gib) - (CONTEXT_GIB if device.type == "cuda" else 0.0)
+    job = resolve_auto(job, memory_gib=usable_gib, device=spec)
     logger.info(f"{job.layout()}, on {device.type}")
 
     # What float8 should gain, before the run begins.
