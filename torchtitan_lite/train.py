@@ -20,10 +20,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.base.collectives import on_rank0
-from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, RunError
+from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RunError
 from torchtitan_lite.base.files import allow_open_files, hash_sources
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.checkpoint.folders import HF_SUFFIX, remove_drafts
@@ -55,6 +56,10 @@ def run(config: Config) -> int:
         stopped_by = join_and_train(config, watchdog, folder)
     except Exception as caught:
         error = watchdog.explain(caught)
+        refusals, backend = (InvalidBackend, BackendCompilerFailed), config.compile.backend
+        if isinstance(caught, refusals) and backend != "inductor":
+            said = str(getattr(caught, "inner_exception", caught)).rstrip(".")
+            error = ConfigError(f'[compile] backend = "{backend}": {said}; use "inductor"')
         folder.fail(error, watchdog.step)
         watchdog.fail(str(error))
         if error is caught or type(error) is RunError:  # an unexpected one has a traceback

@@ -32,7 +32,7 @@ BEFORE_START = [
     "--model.flavor 7B",
     "--model.converters lora",
     "--model.norm_type layernorm",
-    "--validation.seq_len 128",
+    "--validation.enable --validation.seq_len 128",
     "--parallelism.tensor_parallel_degree 3",
     "--parallelism.data_parallel_shard_degree 2",
     "NGPU=4 --parallelism.context_parallel_degree 2 --training.seq_len 66",

@@ -23,7 +23,11 @@ from torchtitan_lite.tools import evaluate as evaluation
 SIZES = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
 ARGS = ModelArgs(**SIZES, vocab_size=2256, max_seq_len=64)
 SEQ_LEN = 32
-TP, PP = (f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "pipeline"))
+TP, PP, CP = (
+    f"--parallelism.{kind}_parallel_degree=2" for kind in ("tensor", "pipeline", "context")
+)
+SHAPE = ["--validation.seq_len=96", "--validation.local_batch_size=3"]
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 ROWWISE, MASK = "--float8.recipe_name=rowwise", "--training.document_mask"
 POD = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 POD |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -49,6 +53,8 @@ def evaluate(*words: str | Path, code: int = 0) -> tuple[dict[str, Any], str]:
         pytest.param([TP, ROWWISE, MASK], 5e-4, id="TP, masked", marks=pytest.mark.quick),
         # Its microbatches, of one sequence, have float8 scales of their own.
         pytest.param([PP, "--training.local_batch_size=8"], 1e-6, id="PP"),
+        pytest.param([CP, MASK, *SHAPE], 5e-4, id="CP, own shape", marks=pytest.mark.quick),
+        pytest.param([TP, *SHAPE, *COMPILED], 5e-4, id="TP, own shape, compiled"),
     ],
 )
 def test_the_loss_is_the_runs_last_validation_loss(
@@ -60,7 +66,8 @@ def test_the_loss_is_the_runs_last_validation_loss(
     words += ["--checkpoint.last_save_in_hf", "--float8.enable_float8_linear"]
     finish(*train_arguments(tmp_path, *words), processes=2)
     expected = values(tmp_path, "validation_loss", "validation.jsonl")[-1]
-    found, _ = evaluate(tmp_path, "--data", text)
+    length = f"--training.seq_len={96 if SHAPE[0] in overrides else 64}"
+    found, _ = evaluate(tmp_path, "--data", text, length)
     assert found["loss"] == pytest.approx(expected, rel=rel)
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
 

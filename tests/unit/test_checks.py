@@ -33,6 +33,8 @@ def check_refused(toml: str, pattern: str, *, world_size: int = 1) -> None:
     "compile.components = []",
     "profiling.profiler_active = 10",
     'validation.dataset = "c4_validation", validation.dataset_path = "c4"',
+    'validation.prompts = ["a"], validation.steps = 0, validation.seq_len = 200000',
+    "validation.enable = true, validation.seq_len = 2048, validation.local_batch_size = 3",
     'training.dataset = "pystdlib", training.dataset_path = "x.txt", validation.steps = -1',
     'profiling.save_traces_folder = "p/traces", profiling.save_memory_snapshot_folder = "p/m"',
 ])  # fmt: skip
@@ -41,7 +43,8 @@ def test_sound_configs(toml):
 
 
 def test_all_broken_rules_are_named():
-    messages = check('training.global_batch_size = 25, model.flavor = "7B", validation.steps = 0')
+    validation = "validation.enable = true, validation.steps = 0"
+    messages = check(f'training.global_batch_size = 25, model.flavor = "7B", {validation}')
     named = ["training", "model", "validation"]
     assert [message[1:].partition("]")[0] for message in messages] == named
 
@@ -51,6 +54,8 @@ def test_all_broken_rules_are_named():
     ('activation_checkpoint.mode = "memory_budget", compile.enable = false', '"model"'),
     ('activation_checkpoint.mode = "memory_budget", compile.components = ["loss"], '
      "compile.enable = true", '"model"'),
+    ('activation_checkpoint.mode = "memory_budget", compile.enable = true, '
+     'compile.backend = "eager"', '"inductor"'),
     ("parallelism.enable_async_tensor_parallel = true, compile.enable = false, "
      "parallelism.tensor_parallel_degree = 2", '"model"'),
     ('parallelism.enable_async_tensor_parallel = true, compile.components = ["loss"], '
@@ -62,8 +67,11 @@ def test_all_broken_rules_are_named():
     ('training.dataset_path = "a", training.datasets = [{path = "b", weight = 1.0}]', "one of"),
     ('optimizer.state_dtype = "bfloat16", optimizer.implementation = "foreach"', '"fused"'),
     ('optimizer.state_dtype = "float32", training.dtype = "bfloat16"', "unset"),
-    ('validation.prompts = ["a"], validation.enable = false', "unset"),
-    ("validation.steps = 0", "-1 for all"),
+    ('optimizer.state_dtype = "bfloat16", optimizer.name = "Adam"', "AdamW"),
+    ("validation.enable = true, validation.steps = 0", "-1 for all"),
+    ("validation.enable = true, validation.seq_len = 64", "held out"),
+    ('validation.enable = true, validation.seq_len = 64, validation.dataset = "c4", '
+     "parallelism.pipeline_parallel_degree = 2", "one length"),
     ("validation.enable = true, validation.steps = -1", "name some"),
     ('checkpoint.initial_load_path = "/base", checkpoint.enable = false', "unset"),
     ("checkpoint.last_save_in_hf = true, checkpoint.enable = false", "unset"),
@@ -75,7 +83,8 @@ def test_refused_keys_are_named_with_their_values_and_a_fix(toml, fix):
     subject, _, said = message.partition(": ")
     assert re.search(fix, said), message
     named = [".".join(name) for name in re.findall(r"\[(\w+)] (\w+) = ", subject)]
-    unset = "checkpoint.initial_load_path validation.dataset_path compile.enable compile.components"
+    unset = "checkpoint.initial_load_path validation.dataset validation.dataset_path "
+    unset += "compile.enable compile.components compile.backend"
     assert named and all(name in f"{toml} {unset}" for name in named)
 
 
@@ -95,6 +104,9 @@ def test_refused_keys_are_named_with_their_values_and_a_fix(toml, fix):
      r"training] seq_len = 4, \[parallelism] context_parallel_degree = 4, .* 8 .*use 8 or 16"),
     (2, "training.seq_len = 2047, parallelism.tensor_parallel_degree = 2",
      r"training] seq_len = 2047, .* tensor_parallel_degree = 2: .* 2 parts; use 2046 or 2048"),
+    (2, 'parallelism.tensor_parallel_degree = 2, validation.enable = true, '
+        'validation.seq_len = 63, validation.dataset_path = "a"',
+     r"validation] seq_len = 63, .* tensor_parallel_degree = 2: .* 2 parts; use 62 or 64"),
     (2, "training.global_batch_size = 24",
      r"training] global_batch_size = 24 .* = 8 . 2 = 16; use 16 or 32"),
     (16, 'model.flavor = "8B", parallelism.tensor_parallel_degree = 16',
@@ -103,6 +115,9 @@ def test_refused_keys_are_named_with_their_values_and_a_fix(toml, fix):
     (1, 'model.flavor = "8b"', r'model] flavor = "8b" must .* "405B", .* did you mean "8B"\?'),
     (1, 'model.flavor = "3-8B", training.seq_len = 16384',
      r'training] seq_len = 16384, \[model] flavor = "3-8B": use at most 8192, or'),
+    (1, 'model.flavor = "3-8B", validation.enable = true, validation.seq_len = 16384, '
+        'validation.dataset_path = "a"',
+     r'validation] seq_len = 16384, \[model] flavor = "3-8B": use at most 8192, or'),
     *((1, f'activation_checkpoint.selective_ac_option = "{option}"',
        rf'activation_checkpoint] selective_ac_option = "{option}", .*"op", .* "1" to "6"')
       for option in ("0", "7", "-1", "2.0", "ops", "٣")),

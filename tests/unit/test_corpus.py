@@ -138,10 +138,34 @@ def test_validation_on_all_data(opened):
     assert sorted(trained(batches)) == list(range(40))
 
 
+@pytest.mark.parametrize(("steps", "windows"), [(-1, 80), (5, 15)])
+def test_validation_has_a_batch_and_a_length_of_its_own(steps, windows, opened):
+    section = ValidationConfig(
+        enable=True, steps=steps, dataset_path="c", seq_len=2, local_batch_size=3
+    )
+    batches, validation = data_of(validation=section)
+    assert (validation.corpus.seq_len, validation.samples) == (2, windows)
+    assert {tuple(tokens.shape) for tokens, _ in validation} == {(1, 2)}
+    assert sorted(trained(batches)) == list(range(40))
+
+
+def test_a_batch_of_its_own_holds_out_as_many_windows(opened):
+    section = ValidationConfig(enable=True, steps=5, local_batch_size=3)
+    assert data_of(validation=section)[0].corpus.windows[0].held_out == 15
+
+
+def test_another_length_needs_data_that_is_not_trained_on(opened):
+    section = ValidationConfig(enable=True, dataset_path="a", seq_len=2)
+    with pytest.raises(DataError, match=r"^\[validation] seq_len = 2, but it is 4 in \[training]"):
+        data_of(validation=section)
+
+
 @pytest.mark.parametrize("steps", [-1, 1])
 def test_validation_on_too_little_data_is_refused(steps, opened):
     section = ValidationConfig(enable=True, steps=steps, dataset_path="c")
-    with pytest.raises(DataError, match=r"validation has 161 tokens, which make 0 windows of 200"):
+    with pytest.raises(
+        DataError, match=r"^\[validation] or .* 161 tokens, which make 0 windows of 200"
+    ):
         data_of(validation=section, seq_len=200)
 
 

@@ -26,6 +26,14 @@ def test_vocabulary_is_the_flavors_or_else_the_tokenizers(flavor, vocab_size):
     assert (args.vocab_size, args.max_seq_len) == (vocab_size, 4096)
 
 
+@pytest.mark.parametrize(("enable", "longest"), [(True, 96), (False, 64)])
+def test_build_job_covers_the_sequences_of_validation(enable, longest):
+    validation = {"enable": enable, "seq_len": 96}
+    assert job_of(training={"seq_len": 64}, validation=validation).model_args.max_seq_len == longest
+    shorter = validation | {"seq_len": 32}
+    assert job_of(training={"seq_len": 64}, validation=shorter).model_args.max_seq_len == 64
+
+
 def test_with_a_document_mask_documents_begin_at_the_tokenizers_bos():
     assert job_of().model_args.document_bos_id is None
     assert job_of(training={"document_mask": True}).model_args.document_bos_id == 1

@@ -238,7 +238,7 @@ def asked(*overrides: str, **env: str) -> Launch:
         ("NGPU", ["two", "0", "9" * 5000], "whole number of 1 or more"),
         ("MAX_RESTARTS", ["-1"], "whole number of 0 or more"),
         ("NNODES", ["1.5"], "whole number of 1 or more"),
-        ("NODE_RANK", [""], "whole number of 0 or more"),
+        ("NODE_RANK", ["x"], "whole number of 0 or more"),
         ("NODE_RANK", ["2"], "below NNODES=2; nodes count from 0"),
         (SHUTDOWN, ["x"], "whole number of 0 or more"),
         ("RDZV_ENDPOINT", ["head", "head:", "head:x", ":29500"], "host:port of node 0"),
@@ -250,6 +250,21 @@ def test_a_bad_variable_is_named(name, values, rule):
     for value in values:
         with pytest.raises(ConfigError, match=f"^{name}={value} .*{rule}"):
             asked(**NODES | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("env", "shown"),
+    [
+        ({"NNODES": "2"}, "NNODES=2 NODE_RANK= RDZV_ENDPOINT=:"),
+        ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES=2 NODE_RANK=1 RDZV_ENDPOINT=:"),
+        ({"NODE_RANK": "0"}, "NNODES= NODE_RANK=0 RDZV_ENDPOINT=:"),
+        ({"NODE_RANK": "1", "RDZV_ENDPOINT": "a:1"}, "NNODES= NODE_RANK=1 RDZV_ENDPOINT=a:1:"),
+    ],
+)
+def test_only_some_of_the_variables_of_nodes_are_named_with_the_others(env, shown):
+    with pytest.raises(ConfigError, match=f"^{shown} .*; set all three"):
+        asked(**env)
+    assert asked(NNODES="1", NODE_RANK="0").nnodes == 1  # as clusters set them for one node
 
 
 @pytest.mark.parametrize(

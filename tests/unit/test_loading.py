@@ -58,6 +58,15 @@ def test_command_line_over_file_over_base(run_toml):
     assert (config.debug.seed, config.compile.enable) == (4, True)
 
 
+def test_empty_text_in_a_file_unsets_a_key_of_its_base(run_toml):
+    Path("base.toml").write_text('training.dataset_path = "x"\nlr_scheduler.decay_ratio = 0.5')
+    datasets = 'training = {dataset_path = "", datasets = [{path = "a"}]}'
+    run_toml.write_text(f'base = "base.toml"\n{datasets}\nlr_scheduler.decay_ratio = ""')
+    config = load()
+    assert config.training.datasets == (DatasetConfig(path="a"),)
+    assert (config.training.dataset_path, config.lr_scheduler.decay_ratio) == (None, None)
+
+
 def test_datasets_load_from_file_and_command_line(run_toml):
     run_toml.write_text('training.datasets = [{path = "a", weight = 2}, {path = "b"}]')
     a, b = DatasetConfig(path="a", weight=2.0), DatasetConfig(path="b")
@@ -207,8 +216,9 @@ def test_load_config_names_all_that_is_wrong(run_toml):
         assert re.match(pattern, message), message
 
     # Then the rules between keys.
-    run_toml.write_text("[validation]\nsteps = 0\n[training]\nglobal_batch_size = 12")
-    assert [message.split()[1] for message in problems()] == ["global_batch_size", "steps"]
+    validation = "[validation]\nenable = true\nsteps = 0\n"
+    run_toml.write_text(f"{validation}[training]\nglobal_batch_size = 12")
+    assert [message.split()[1] for message in problems()] == ["global_batch_size", "enable"]
 
 
 def test_load_config_names_a_syntax_error_alone(run_toml):

@@ -52,6 +52,13 @@ def test_low_precision_logits_are_summed_in_float32() -> None:
     assert torch.equal(total, EAGER(logits.float(), None, labels))
 
 
+def test_kernels_are_compiled_by_the_backend(monkeypatch):
+    backends = []
+    monkeypatch.setattr(torch, "compile", lambda kernel, backend: backends.append(backend))
+    CrossEntropy(compiled=True, backend="eager")
+    assert backends == ["eager"] * 3
+
+
 def test_ignored_labels_move_nothing_and_the_given_logits_stay_as_they_are() -> None:
     logits = torch.randn(1, 4, 7, requires_grad=True)
     before = logits.detach().clone()

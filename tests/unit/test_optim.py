@@ -22,6 +22,7 @@ from torchtitan_lite.training.optim import UpdateGuard, build_optimizer, clip_gr
 SETTINGS = [
     *({"implementation": implementation} for implementation in ("fused", "foreach", "for-loop")),
     {"state_dtype": "bfloat16"},
+    {"name": "Adam", "implementation": "fused"},
 ]
 
 # ----- build_optimizer, step_unless, BFloat16AdamW -----
@@ -35,6 +36,31 @@ def test_the_settings_reach_the_optimizer(settings: dict[str, str]) -> None:
     assert {key: found[key] for key in expected} == expected
     if name := settings.get("implementation"):
         assert (found["fused"], found["foreach"]) == (name == "fused", name == "foreach")
+
+
+def test_adam_adds_the_weight_decay_to_the_gradient_and_goes_on_from_adamw() -> None:
+    def stepped(weight: torch.Tensor, name: Any, state: Any = None) -> tuple[torch.Tensor, Any]:
+        parameter = nn.Parameter(weight.clone())
+        optimizer = build_optimizer([parameter], OptimizerConfig(name=name, weight_decay=0.5))
+        if state:
+            optimizer.state[parameter] |= {key: each.clone() for key, each in state.items()}
+        parameter.grad = torch.ones(3)
+        optimizer.step()
+        return parameter.detach(), optimizer.state[parameter]
+
+    weight, (beta1, beta2, lr) = torch.tensor([-4.0, 1.0, 2.0]), (0.9, 0.95, 8e-4)
+    gradient = 1 + 0.5 * weight  # of the second step too, but for the change of the first
+    found, moments = stepped(weight, "Adam")
+    torch.testing.assert_close(found, weight - lr * gradient.sign())
+    torch.testing.assert_close(moments["exp_avg"], (1 - beta1) * gradient)
+
+    decoupled, state = stepped(weight, "AdamW")
+    torch.testing.assert_close(decoupled, weight * (1 - lr * 0.5) - lr)
+    gradient = 1 + 0.5 * decoupled
+    mean = beta1 * (1 - beta1) + (1 - beta1) * gradient
+    square = beta2 * (1 - beta2) + (1 - beta2) * gradient**2
+    change = (mean / (1 - beta1**2)) / (square / (1 - beta2**2)).sqrt()
+    torch.testing.assert_close(stepped(decoupled, "Adam", state)[0], decoupled - lr * change)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -55,7 +81,7 @@ def test_a_step_that_is_not_finite_changes_nothing(settings: dict[str, str]) -> 
     assert all(torch.equal(state[name], expected_state[name]) for name in state)
 
 
-@pytest.mark.parametrize(("settings", "reads"), [*zip(SETTINGS, (0, 1, 1, 0), strict=True)])
+@pytest.mark.parametrize(("settings", "reads"), [*zip(SETTINGS, (0, 1, 1, 0, 0), strict=True)])
 def test_what_decides_on_the_device(settings, reads, monkeypatch):
     weight = nn.Parameter(torch.ones(3))
     optimizer = build_optimizer([weight], OptimizerConfig(**settings))

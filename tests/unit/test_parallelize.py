@@ -38,6 +38,26 @@ def test_blocks_that_are_equal_are_compiled_once_however_many_they_are(recipe: s
     assert counter.frame_count == 1
 
 
+def test_blocks_are_compiled_by_the_backend_and_once_more_for_another_shape(monkeypatch):
+    model, backends, shapes = on_meta(replace(SMALL, n_layers=2)), set(), []
+
+    def note(graph: Any, inputs: list[Any]) -> Any:
+        shapes.append({type(size) for x in inputs for size in x.shape})
+        return graph
+
+    def compile(call: Any, *, backend: str, **options: Any) -> Any:
+        backends.add(backend)
+        return torch_compile(call, backend=note, **options)
+
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", compile)
+    compile_blocks(model, backend="aot_eager")
+    ready(model)
+    for shape in ((2, 16), (3, 8), (2, 16)):
+        model(torch.zeros(shape, dtype=torch.long))
+    assert (backends, shapes) == ({"aot_eager"}, [{int}, {int}])
+
+
 class Generated(Exception):
     """Generated code, which is not compiled."""
 

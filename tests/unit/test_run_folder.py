@@ -98,6 +98,13 @@ def test_the_status_has_the_progress_and_the_outcome(tmp_path):
     assert end == start | progress | {"state": "done", "exit_code": 0, "time": end["time"]}
 
 
+def test_the_cause_ends_with_what_an_error_gives_to_paste(tmp_path):
+    error = RunError("of another model")
+    error.paste = "[model]\ndim = 64\n"
+    open_folder(tmp_path).fail(error, step=0)
+    assert on_file(tmp_path, "cause") == ["of another model\n[model]\ndim = 64"]
+
+
 def test_the_first_cause_stays_whichever_rank_reports_it(tmp_path):
     folder, other_rank = open_folder(tmp_path), RunFolder(tmp_path)
     folder.update(step=2)

@@ -35,6 +35,11 @@ def test_a_shipped_config_and_its_dump_fit_the_schema(path):
     assert errors(text) == errors(config.to_toml()) == []
 
 
+def test_empty_text_unsets_a_key_whose_default_is_unset():
+    assert errors('training.dataset_path = ""\nmodel.dim = ""\nmodel.rope_scaling = ""') == []
+    assert len(errors('training.steps = ""\nvalidation.dataset = "c5"')) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -17,11 +17,13 @@ from torchtitan_lite import train
 from torchtitan_lite.base.errors import (
     CheckpointError,
     ConfigError,
+    RunError,
 )
 from torchtitan_lite.checkpoint import hf_export
 from torchtitan_lite.config import (
     CheckpointConfig,
     CommConfig,
+    CompileConfig,
     Config,
     JobConfig,
 )
@@ -65,6 +67,31 @@ def test_main_refuses_a_compiler_that_cannot_work(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         train.main()
     assert ended.value.code == ConfigError.exit_code
+
+
+# ----- run -----
+
+
+@pytest.mark.parametrize(("backend", "said"), [
+    ("nowhere", "Invalid backend: 'nowhere', see "),
+    ("broken", "it cannot compile this"),
+    ("inductor", None),
+])  # fmt: skip
+def test_a_backend_that_cannot_compile_is_named(backend, said, monkeypatch, tmp_path):
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise ImportError("it cannot compile this")
+
+    def join_and_train(*_: Any) -> None:
+        torch.compile(torch.sin, backend=backend if backend == "nowhere" else broken)(torch.ones(2))
+
+    dog = SimpleNamespace(step=0, explain=lambda error: RunError("why"), fail=lambda cause: None)
+    monkeypatch.setattr(train, "Watchdog", lambda report: dog)
+    monkeypatch.setattr(train, "join_and_train", join_and_train)
+    job = JobConfig(dump_folder=str(tmp_path))
+    config = Config(job=job, compile=CompileConfig(enable=True, backend=backend))
+    error = ConfigError if said else torch._dynamo.exc.BackendCompilerFailed
+    with pytest.raises(error, match=said and rf'^\[compile] backend = "{backend}": {said}.*; use'):
+        train.run(config)
 
 
 # ----- export_last -----

@@ -23,6 +23,7 @@ class RunError(ValueError):
     exit_code = 1
     rank: int | None = None
     """The rank that raised it, if only some ranks did."""
+    paste = ""  # TOML that fixes the config, in status.json and the report of the run
 
 
 class ConfigError(RunError):

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import tomli_w
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -20,7 +21,7 @@ from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.base.jsonfile import read_json_object, regular_size
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
-from torchtitan_lite.config import check_model_table, show_settings
+from torchtitan_lite.config import check_model_table
 from torchtitan_lite.config.keys import changes
 from torchtitan_lite.models.hf_llama import HEAD, from_hf, hf_config, hf_names, model_args
 from torchtitan_lite.models.init import local_offset, local_part
@@ -43,8 +44,12 @@ def load_hf(
 
     def load() -> None:
         reader = HfReader(folder)
-        fix = f"Set [model] {show_settings(model_settings(reader.args))}"
-        check_model(asdict(reader.args), asdict(args), path=folder, fix=fix)
+        try:
+            fix = "Set the keys of [model] to those in status.json and the run's report"
+            check_model(asdict(reader.args), asdict(args), path=folder, fix=fix)
+        except CheckpointError as error:
+            error.paste = tomli_w.dumps({"model": model_settings(reader.args)})
+            raise
         reader.load(state)
 
     on_all_ranks(load, group=group)

@@ -46,6 +46,10 @@ REFUSED: dict[str, dict[str, Any]] = {
         "[training] dataset_path": SET,
         "[training] datasets": SET,
     },
+    "only AdamW has such moments; use it, or unset state_dtype": {
+        "[optimizer] state_dtype": "bfloat16",
+        "[optimizer] name": "Adam",
+    },
     'only "fused" has such moments; use it, or unset state_dtype': {
         "[optimizer] state_dtype": "bfloat16",
         "[optimizer] implementation": lambda name: name != "fused",
@@ -55,6 +59,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "[training] dtype": "bfloat16",
     },
     "nothing is validated; use 1 or more, -1 for all data, or set enable to false": {
+        "[validation] enable": True,
         "[validation] steps": 0,
     },
     "all data of its own is validated on; name some, or use 1 or more steps": {
@@ -63,15 +68,19 @@ REFUSED: dict[str, dict[str, Any]] = {
         "[validation] dataset": None,
         "[validation] dataset_path": None,
     },
-    # Checkpoints, and samples of text.
+    "a pipeline passes on sequences of one length; unset seq_len": {
+        "[validation] seq_len": SET,
+        "[parallelism] pipeline_parallel_degree": lambda degree: degree > 1,
+    },
+    "windows held out of training data have its length; name other data, or unset seq_len": {
+        "[validation] seq_len": SET,
+        "[validation] dataset": None,
+        "[validation] dataset_path": None,
+    },
+    # Checkpoints.
     **{
-        f"set enable to true, or unset {key}": {f"[{table}] {key}": SET, f"[{table}] enable": False}
-        for table, key in (
-            ("validation", "prompts"),
-            ("checkpoint", "initial_load_path"),
-            ("checkpoint", "initial_load_in_hf"),
-            ("checkpoint", "last_save_in_hf"),
-        )
+        f"set enable, or unset {key}": {f"[checkpoint] {key}": SET, "[checkpoint] enable": False}
+        for key in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf")
     },
     "the one saves, the other does not; unset one of them": {
         "[checkpoint] last_save_in_hf": True,
@@ -83,7 +92,8 @@ COMPILED = {
     "[activation_checkpoint] mode": "memory_budget",
     "[parallelism] enable_async_tensor_parallel": True,
 }
-"""What only the compiler does."""
+"""What only Inductor does here."""
+LENGTHS = "[training] seq_len", "[validation] seq_len"
 RECIPE_KEYS: dict[str, Callable[[Recipe], bool]] = {
     "pad_inner_dim": lambda recipe: recipe.pads_tokens,
     "enable_fsdp_float8_all_gather": lambda recipe: recipe.gathers_float8,
@@ -106,6 +116,8 @@ def own_names(config: Config) -> dict[str, str]:
 def check_config(config: Config, *, world_size: int) -> list[str]:
     """Return a message for each rule that the config breaks."""
     values = flat_config(config.model_dump())
+    if not config.validation.enable or config.validation.seq_len == config.training.seq_len:
+        values["[validation] seq_len"] = None  # no rule is about it
     return [
         *_check_layout(config, values, world_size),
         *_check_model(config, values),
@@ -124,13 +136,15 @@ def _check_refused(config: Config, values: Values) -> Iterator[str]:
         if all(matches):
             yield describe(values, *refused, fix=fix)
     for name, wanted in COMPILED.items():
-        if values[name] == wanted and not config.compile.covers("model"):
-            fix = 'the compiler does it; set enable to true with "model", or change the first'
-            yield describe(values, name, "[compile] enable", "[compile] components", fix=fix)
+        inductor = config.compile.covers("model") and config.compile.backend == "inductor"
+        if values[name] == wanted and not inductor:
+            compiled = (f"[compile] {key}" for key in ("enable", "components", "backend"))
+            fix = '"inductor" does it to a compiled "model"; set them so, or change the first'
+            yield describe(values, name, *compiled, fix=fix)
 
 
 def _check_layout(config: Config, values: Values, world_size: int) -> Iterator[str]:
-    parallelism, seq_len = config.parallelism, config.training.seq_len
+    parallelism = config.parallelism
     try:
         degrees = resolve_degrees(parallelism, world_size=world_size)
         batch = resolve_batch(config.training, parallelism, dp_degree=degrees.dp)
@@ -139,14 +153,12 @@ def _check_layout(config: Config, values: Values, world_size: int) -> Iterator[s
         yield str(error)
 
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    if seq_len % (parts := sequence_parts(cp=cp, tp=tp)):
-        yield describe(
-            values,
-            "[training] seq_len",
-            "[parallelism] context_parallel_degree",
-            "[parallelism] tensor_parallel_degree",
-            fix=f"sequences are split into {parts} parts; use {multiples_near(seq_len, parts)}",
-        )
+    parts = sequence_parts(cp=cp, tp=tp)
+    splits = "[parallelism] context_parallel_degree", "[parallelism] tensor_parallel_degree"
+    for key in LENGTHS:
+        if (seq_len := values[key] or 0) % parts:
+            fix = f"sequences are split into {parts} parts; use {multiples_near(seq_len, parts)}"
+            yield describe(values, key, *splits, fix=fix)
 
 
 def _check_microbatches(values: Values, number: int) -> Iterator[str]:
@@ -197,9 +209,10 @@ def _check_model(config: Config, values: Values) -> Iterator[str]:
             f"= {args.dim} and ffn_dim = {args.ffn_dim}; use one of {', '.join(fitting)}"
         )
         yield describe(values, "[parallelism] tensor_parallel_degree", "[model] flavor", fix=fix)
-    if config.training.seq_len > args.max_seq_len:
-        fix = f"use at most {args.max_seq_len}, or set rope_theta or rope_scaling"
-        yield describe(values, "[training] seq_len", "[model] flavor", fix=fix)
+    for key in LENGTHS:
+        if (values[key] or 0) > args.max_seq_len:
+            fix = f"use at most {args.max_seq_len}, or set rope_theta or rope_scaling"
+            yield describe(values, key, "[model] flavor", fix=fix)
 
     option, mode = "[activation_checkpoint] selective_ac_option", "[activation_checkpoint] mode"
     if values[option] not in ("op", *map(str, range(1, args.n_layers + 1))):

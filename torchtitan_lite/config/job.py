@@ -115,12 +115,13 @@ def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) ->
     batch = resolve_batch(config.training, config.parallelism, dp_degree=degrees.dp)
     shares = resolve_shares(config.training.datasets)
 
-    # The model is the configured one with the run's vocabulary and sequence length.
+    # The model is the configured one with the run's vocabulary and longest sequences.
+    validated_len = (config.validation.enable and config.validation.seq_len) or 0
     args = resolve_model(config.model)
     args = replace(
         args,
         vocab_size=args.vocab_size or tokenizer.vocab_size,
-        max_seq_len=config.training.seq_len,
+        max_seq_len=max(config.training.seq_len, validated_len),
         document_bos_id=tokenizer.bos_id if config.training.document_mask else None,
     )
     if tokenizer.vocab_size > args.vocab_size:

@@ -22,8 +22,9 @@ takes every key that the file does not set from the other file. Its path is rela
 and it may have a base too.
 
 --table.key value, or --table.key=value, overrides any key below; the last one given wins.
---table.key alone means true, --table.no_key false, --table.key= unsets a key whose default is
-unset, and a list is written a,b or as in TOML. A hyphen may stand for each underscore of a key.
+--table.key alone means true, --table.no_key false, and a list is written a,b or as in TOML.
+--table.key= unsets a key whose default is unset, as key = "" does in a file. A hyphen may stand for
+each underscore of a key.
 torchtitan's TOML files and options, up to v0.2.2, work: docs/torchtitan.md.
 """
 Values = Mapping[str, Any]
@@ -166,7 +167,8 @@ def format_help() -> str:
 def config_schema() -> dict[str, Any]:
     """Return the JSON schema of a TOML file, in the newest draft that TOML editors support. It has
     this project's names of keys, not torchtitan's other ones, which load too."""
-    schema = Config.model_json_schema()
+    unset = '{"type": "null"}', '{"const": ""}'  # TOML has no null
+    schema = json.loads(json.dumps(Config.model_json_schema()).replace(*unset))
     text = "TOML file with the keys that this one does not set, relative to this one."
     schema["properties"] = {"base": {"type": "string", "description": text}} | schema["properties"]
     return {"$schema": "http://json-schema.org/draft-07/schema#"} | schema

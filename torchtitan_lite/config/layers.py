@@ -190,9 +190,6 @@ def resolve_foreign(settings: Layer) -> list[str]:
             continue
         del settings[name]
         values = FOREIGN[pattern]
-        if isinstance(values, str):
-            other = settings.get(values)
-            values = (other.value if other else KEYS[values].default,)
         shown = [show(value) for value in values or ()]
         if values is None or show(setting.value) in shown:
             unused.append(name)

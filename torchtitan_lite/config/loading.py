@@ -62,7 +62,8 @@ def _validate(settings: Layer, problems: list[str]) -> Config:
     value."""
     tables: dict[str, dict[str, object]] = {}
     for name, setting in settings.items():
-        key, value = KEYS[name], setting.value
+        key = KEYS[name]
+        value = None if key.optional and setting.value == "" else setting.value  # TOML has no null
         if key.kind == "array" and isinstance(value, str) and not value.startswith("["):
             value = [part.strip() for part in value.split(",") if part.strip()]
         tables.setdefault(key.table, {})[key.name] = value

@@ -70,6 +70,10 @@ class ValidationConfig(Section):
     """Steps between validations; the last step always validates."""
     steps: AllOrCount = 16
     """Batches of local_batch_size sequences, divided among ranks; -1: all data of its own."""
+    local_batch_size: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Sequences in one forward pass of one data-parallel rank; unset: training.local_batch_size."""
+    seq_len: Count | None = None
+    """Tokens in a sequence; another length than training.seq_len (unset) needs data of its own."""
     dataset: DatasetName | None = None
     """Named dataset, if dataset_path is unset; both unset: windows held out of training data."""
     dataset_path: PathName | None = None

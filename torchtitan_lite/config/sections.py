@@ -90,8 +90,8 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["AdamW"] = "AdamW"
-    """Optimizer."""
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """Optimizer; they differ in weight decay only, and resume from each other's checkpoints."""
     lr: Annotated[float, Field(gt=0, le=10)] = 8e-4
     """Peak learning rate."""
     beta1: Share = 0.9
@@ -101,7 +101,7 @@ class OptimizerConfig(Section):
     eps: Annotated[float, Field(ge=1e-20, le=1)] = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
-    """Decoupled weight decay, on every parameter."""
+    """Weight decay of every parameter: AdamW's is decoupled, Adam's is added to the gradients."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How PyTorch runs the update; only "fused" never waits for the device to skip a bad one."""
     state_dtype: Literal["float32", "bfloat16"] | None = None
@@ -240,6 +240,8 @@ class CompileConfig(Section):
     """Use torch.compile."""
     components: Annotated[tuple[Literal["model", "loss"], ...], Strict(False)] = ("model", "loss")
     """What is compiled: the transformer blocks (one full graph each), the loss."""
+    backend: Name = "inductor"
+    """torch.compile's; to debug: "eager", "aot_eager". Plans and hfu assume Inductor."""
 
     def covers(self, component: Literal["model", "loss"]) -> bool:
         """Whether `component` is compiled."""

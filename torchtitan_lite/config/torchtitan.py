@@ -41,7 +41,7 @@ ALIASES |= {
 }
 
 ANY, OFF = None, (False,)
-FOREIGN: dict[str, tuple[object, ...] | str | None] = {
+FOREIGN: dict[str, tuple[object, ...] | None] = {
     "job.use_for_integration_test": ANY,
     "job.save_config_file": ANY,
     "job.custom_config_module": ("",),
@@ -52,8 +52,6 @@ FOREIGN: dict[str, tuple[object, ...] | str | None] = {
     "training.gc_debug": OFF,
     "training.dataloader.*": ANY,
     "validation.dataloader.*": ANY,
-    "validation.local_batch_size": "training.local_batch_size",
-    "validation.seq_len": "training.seq_len",
     "parallelism.enable_compiled_autograd": OFF,
     "parallelism.pipeline_parallel_schedule_csv": ("",),
     "parallelism.pipeline_parallel_microbatches": (),
@@ -65,8 +63,7 @@ FOREIGN: dict[str, tuple[object, ...] | str | None] = {
     "debug.moe_force_load_balance": ANY,
     "float8.moe_fqns_prototype": ANY,
     "mx.moe_fqns_prototype": ANY,
-    "quantize.grouped_mm.float8.*": ANY,
-    "quantize.grouped_mm.mx.*": ANY,
+    "quantize.grouped_mm.*": ANY,
     "metrics.*_color_printing": ANY,
     "checkpoint.interval_type": ("steps",),
     "checkpoint.create_seed_checkpoint": OFF,
@@ -79,7 +76,6 @@ FOREIGN: dict[str, tuple[object, ...] | str | None] = {
     "activation_checkpoint.determinism_check": ("default", "none"),
     "activation_checkpoint.debug": OFF,
     "activation_checkpoint.visualize_*": OFF,
-    "compile.backend": ("inductor",),
     "float8.force_recompute_fp8_weight_in_bwd": ANY,
     "mx.recipe_name": ("mxfp8", "mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"),
     "mx.*_kernel*": ANY,
@@ -94,7 +90,7 @@ FOREIGN: dict[str, tuple[object, ...] | str | None] = {
     "float8.scale_gradients_in_matmul": OFF,
 }
 """Patterns of keys without a counterpart here, with the values that load: they ask for what happens
-here. ANY, a tuple (with lists as text too), or another key's value. The first match counts."""
+here: ANY, or a tuple (with lists as text too). The first match counts."""
 
 
 def find_foreign(name: str) -> str | None:

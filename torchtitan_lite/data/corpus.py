@@ -38,14 +38,21 @@ def build_corpora(
 
     # Validation data of its own: only a store that is trained on too gives windows away.
     other: Corpus | None = None
-    validated = validation.steps * training.local_batch_size if validation.enable else 0
+    batch_size = validation.local_batch_size or training.local_batch_size
+    validated = validation.steps * batch_size if validation.enable else 0
     held_out = mixture.counts(validated).tolist()
     if validation.enable and (validation.dataset or validation.dataset_path):
-        other, validated = build_validation_corpus(training, validation, tokenizer, **shape)
+        own = shape | {"seq_len": validation.seq_len or training.seq_len}
+        other, validated = build_validation_corpus(training, validation, tokenizer, **own)
         fingerprint = other.stores["validation"].fingerprint
         held_out = [
             validated if store.fingerprint == fingerprint else 0 for store in stores.values()
         ]
+        if any(held_out) and own["seq_len"] != training.seq_len:
+            raise DataError(
+                f"[validation] seq_len = {validation.seq_len}, but it is {training.seq_len} in "
+                "[training], which reads the same data; use that length, or name other data"
+            )
 
     # Windows once held out stay so: the order of the others depends on their number.
     held_out = [
@@ -64,9 +71,9 @@ def build_validation_corpus(
     store = open_data("[validation]", path, training.text_field, tokenizer, dataset=dataset)
     own = {"validation": store}
     check_same_tokens(own)
-    validated = validation.steps * training.local_batch_size
+    validated = validation.steps * (validation.local_batch_size or training.local_batch_size)
     if validation.steps < 0:
-        validated = max(count_windows(store, training.seq_len), 1)
+        validated = max(count_windows(store, shape["seq_len"]), 1)
     return Corpus(own, Mixture((1,)), held_out=[validated], trained=0, **shape), validated
 
 

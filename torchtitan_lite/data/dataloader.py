@@ -78,10 +78,11 @@ class Corpus:
             )
         count, needed = count_windows(store, self.seq_len), held_out + self.trained
         if count < needed:
+            table = "[training]" if self.trained else "[validation] or [training]"
             raise DataError(
-                f"[training] seq_len = {self.seq_len}: {name} has {store.tokens} tokens, which "
-                f"make {count} windows of {self.seq_len} + 1; {needed} are needed, {held_out} of "
-                "them to validate on; give more text, a shorter seq_len or fewer validation steps"
+                f"{table} seq_len = {self.seq_len}: {name} has {store.tokens} tokens, which make "
+                f"{count} windows of {self.seq_len} + 1; {needed} are needed, {held_out} of them "
+                "to validate on; give more text, a shorter seq_len or fewer validation steps"
             )
         order = Permutation(count, key="places of windows")
         return Windows(store, name, held_out, count - held_out, order)

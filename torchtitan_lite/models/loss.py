@@ -74,11 +74,11 @@ class CrossEntropy:
 
     A label of -100 does not count. The backward pass can run once."""
 
-    def __init__(self, *, compiled: bool) -> None:
+    def __init__(self, *, compiled: bool, backend: str = "inductor") -> None:
         kernels: tuple[Callable[..., Any], ...] = (_log_sum_exp, _to_softmax, _turn_to_softmax)
         self._compiled = compiled
         self._log_sum_exp, self._to_softmax, self._turn_to_softmax = (
-            map(torch.compile, kernels) if compiled else kernels
+            (torch.compile(kernel, backend=backend) for kernel in kernels) if compiled else kernels
         )
 
     def __call__(

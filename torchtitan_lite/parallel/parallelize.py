@@ -56,7 +56,7 @@ def parallelize(
         # and that before FSDP, so that its gathers stay outside of the graphs.
         apply_activation_checkpointing(model, activation_checkpoint)
         if compile.covers("model"):
-            compile_blocks(model)
+            compile_blocks(model, backend=compile.backend)
 
         # FSDP and mixed precision come last. On one data-parallel rank FSDP would only copy.
         data_ranks = mesh.size() // (mesh["pp"].size() * mesh["tp"].size())
@@ -104,7 +104,8 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
         patches.count_no_memory_for_meshes()
 
 
-def compile_blocks(model: Transformer) -> None:
+def compile_blocks(model: Transformer, *, backend: str = "inductor") -> None:
     """Compile each block of `model` in place as one full graph. Equal blocks share their code."""
     for block in model.layers.values():
-        block.compile(fullgraph=True)
+        # Not dynamic: training keeps its graph when validation has another shape.
+        block.compile(fullgraph=True, dynamic=False, backend=backend)

@@ -183,9 +183,10 @@ class Roofline:
         """Seconds of causal attention, by default in the kernel that PyTorch takes. It multiplies
         half the square: 2 matmuls forward, and 5 backward, which recomputes the scores. All ranks
         that share a sequence have equal parts of it."""
-        args, fraction = self.job.model_args, f"attention_{kernel or self.runs_attention_in}"
+        job, fraction = self.job, f"attention_{kernel or self.runs_attention_in}"
         rate = self.device.bf16_tflops * 1e12 * getattr(self.rates, fraction)
-        matmul = self.tokens * args.max_seq_len * args.q_dim / self.job.degrees.tp / rate
+        seq_len, args = job.config.training.seq_len, job.model_args
+        matmul = self.tokens * seq_len * args.q_dim / job.degrees.tp / rate
         again = sum(name.endswith(".attention") for name in self.recomputed)
         return matmul * (7 * args.n_layers + 2 * again)
 

@@ -66,6 +66,13 @@ class Launch:
         self.worker_env = read_worker_env(env, ngpu=self.ngpu, gpus=gpus)
 
         self.nnodes = read_count(env, "NNODES", 1, minimum=1)
+        nodes = {name: env.get(name, "") for name in ("NNODES", "NODE_RANK", "RDZV_ENDPOINT")}
+        several = self.nnodes > 1 or (nodes["NODE_RANK"] and not nodes["NNODES"])
+        if several and "" in nodes.values():
+            raise ConfigError(
+                f"{' '.join(map('='.join, nodes.items()))}: several nodes need their number, this "
+                "one's from 0, and host:port of node 0; set all three, or for one node none"
+            )
         self.node_rank, self.endpoint = 0, ""
         if self.nnodes > 1:
             self.node_rank = read_count(env, "NODE_RANK", "", minimum=0)

@@ -207,7 +207,8 @@ class RunFolder:
             before = read_status(self.path)
             if self._lock is not None and not self._begun and before is not None:
                 self._begin(before)
-            ended = {"cause": str(error), "exit_code": error.exit_code, "rank": error.rank}
+            cause = f"{error}\n{error.paste}".strip()
+            ended = {"cause": cause, "exit_code": error.exit_code, "rank": error.rank}
             self.update(step=step, state="failed", **ended)
 
     def close(self) -> None:

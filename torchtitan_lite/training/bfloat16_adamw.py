@@ -17,12 +17,13 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # as GradScaler knows an optimizer that reads `found_inf`
 
-    def __init__(self, parameters: Iterable[Parameter], **settings: Any) -> None:
+    def __init__(self, parameters: Iterable[Parameter], *, backend: str, **settings: Any) -> None:
         super().__init__(parameters, settings)
         self._device = self.param_groups[0]["params"][0].device
         self.found_inf = torch.zeros((), device=self._device)
-        compiles = self._device.type == "cuda"
-        self._update: Any = torch.compile(_update, dynamic=False) if compiles else _update
+        self._update: Any = _update
+        if self._device.type == "cuda":
+            self._update = torch.compile(_update, dynamic=False, backend=backend)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

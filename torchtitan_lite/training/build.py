@@ -78,9 +78,11 @@ def build_batches(
     log_data(batches, training)
     if not validation.enable:
         return batches, None
+
+    size = validation.local_batch_size if job.degrees.pp == 1 else None  # stages know one shape
     return batches, ValidationBatches(
         validation_corpus,
-        local_batch_size=job.batch.local_batch_size,
+        local_batch_size=size or job.batch.local_batch_size,
         samples=validated,
         dp_rank=dp_rank,
         dp_degree=job.degrees.dp,
@@ -94,7 +96,7 @@ def build_loaded_model(
     new run, initial weights, if any; compute the float8 scales of the weights. Collective."""
     config, settings = job.config, job.config.checkpoint
     built = build_model(job, mesh, device=device)
-    optimizer = build_optimizer(built.model.parameters(), config.optimizer)
+    optimizer = build_optimizer(built.model.parameters(), config.optimizer, config.compile.backend)
     manifest = CheckpointManifest(
         world_size=job.degrees.world_size,
         mesh=asdict(job.degrees),

@@ -244,8 +244,8 @@ def build_microbatches(
     job: Job, built: BuiltModel, mesh: DeviceMesh, *, device: torch.device, timed: Timed
 ) -> "PlainMicrobatches | PipelinedMicrobatches":
     """Build what runs forward and backward passes, on this rank alone or through a pipeline."""
-    config, degrees = job.config, job.degrees
-    cross_entropy = CrossEntropy(compiled=config.compile.covers("loss"))
+    config, degrees, compile = job.config, job.degrees, job.config.compile
+    cross_entropy = CrossEntropy(compiled=compile.covers("loss"), backend=compile.backend)
     gathers_logits = degrees.tp > 1 and config.parallelism.disable_loss_parallel
     losses = [
         ModelLoss(stage, cross_entropy, gathers_logits=gathers_logits) for stage in built.stages

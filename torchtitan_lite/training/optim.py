@@ -17,22 +17,19 @@ from torchtitan_lite.models.init import local_part
 
 
 def build_optimizer(
-    parameters: Iterable[Parameter], optimizer: OptimizerConfig
+    parameters: Iterable[Parameter], optimizer: OptimizerConfig, backend: str = "inductor"
 ) -> torch.optim.Optimizer:
-    """Build AdamW over `parameters`, with the implementation and moments that [optimizer] names."""
-    settings: dict[str, Any] = {
-        "lr": optimizer.lr,
-        "betas": (optimizer.beta1, optimizer.beta2),
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-    }
+    """Build the optimizer of `parameters` that [optimizer] names. `backend` is torch.compile's."""
+    settings: dict[str, Any] = optimizer.model_dump(include={"lr", "eps", "weight_decay"})
+    settings["betas"] = optimizer.beta1, optimizer.beta2
 
     if optimizer.state_dtype == "bfloat16":
         from .bfloat16_adamw import BFloat16AdamW
 
-        return BFloat16AdamW(parameters, **settings)
+        return BFloat16AdamW(parameters, backend=backend, **settings)
     fused, foreach = (optimizer.implementation == name for name in ("fused", "foreach"))
-    return torch.optim.AdamW(parameters, fused=fused, foreach=foreach, **settings)
+    kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[optimizer.name]
+    return kind(parameters, fused=fused, foreach=foreach, **settings)
 
 
 # ----- Clipping -----

@@ -124,7 +124,7 @@ class Trainer:
             from torchtitan_lite.checkpoint import hf_export
 
             self.hf_export = hf_export  # for the end, when the installed sources may be others
-        if self.config.validation.prompts:
+        if self.config.validation.enable and self.config.validation.prompts:
             from .samples import Samples
 
             self.samples = Samples(job, tokenizer, self.model, self.groups.stages, self.device)
@@ -299,7 +299,7 @@ class Trainer:
         """Log the mean loss over the validation windows."""
         assert self.validation_batches is not None, "validation is enabled"
         with self.metrics.outside_step("validation", step=step):
-            tokens = self.validation_batches.samples * self.config.training.seq_len
+            tokens = self.validation_batches.samples * self.validation_batches.corpus.seq_len
             loss = torch.zeros((), device=self.device)
             batches = iter(self.validation_batches)
             while taken := self.next_batches(batches):
