@@ -16,12 +16,12 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from torchtitan_lite.metrics.tensorboard_writer import TensorBoardWriter
 
 CONFIG_TOML = '[training]\nseq_len = 64\n\n[job]\ndescription = "```"\n'
-HPARAMS = {"float8": "rowwise", "flavor": "8B", "lr": 8e-4, "seq_len": 64}
+HPARAMS = {"lr": 8e-4, "settings": "rowwise, 8B, seq_len 64"}
 SECONDS = {"validation": 2.0, "checkpoint": 3.0, "compile": 4.0, "gc": 5.0, "profiling": 6.0}
 OUTSIDE = {"validation_loss": 5.5} | {f"{name}_s": each for name, each in SECONDS.items()}
 CURVES = {
     "n_tokens_seen": 49152,
-    "data/epochs/pystdlib": 0.75,
+    "n_epochs/pystdlib": 0.75,
     "loss_metrics/global_avg_loss": 5.43211,
     "loss_metrics/global_max_loss": 5.9,
     "grad_norm": 1.2345,
@@ -33,7 +33,7 @@ CURVES = {
     "mfu(%)": 41.24,
     "mfu_bf16_peak(%)": 8.1,  # and no mfu_fp8_peak(%), which is unknown
     "mfu_achievable(%)": 44.5,
-    "hfu(%)": 50.5,
+    "utilisation/hfu(%)": 50.5,
     "time_metrics/end_to_end(s)": 1.25,
     "time_metrics/data_loading(s)": 0.0025,
     "time_metrics/data_loading(%)": 0.2,
@@ -109,7 +109,7 @@ def test_tags(tmp_path):
     assert own == {tag: [(12, pytest.approx(value))] for tag, value in CURVES.items()}
     for name, tag in {
         "z_pages/tps": "throughput(tps)",
-        "z_pages/hfu": "hfu(%)",
+        "z_pages/hfu": "utilisation/hfu(%)",
         "z_pages/mfu_documents": "mfu_documents(%)",
         "z_pages/step_time_s": "time_metrics/end_to_end(s)",
     }.items():
@@ -127,7 +127,7 @@ def test_the_first_point_of_a_curve_has_its_description(tmp_path):
         "mfu_bf16_peak(%)": "utilisation, all FLOPs at the bf16 peak (%)",
         "z_pages/mfu_bf16_peak": "utilisation, all FLOPs at the bf16 peak (%)",
         "grad_norm": "norm of the gradient before clipping",
-        "data/epochs/pystdlib": "passes over each store of the training data, by its name, which "
+        "n_epochs/pystdlib": "passes over each store of the training data, by its name, which "
         "ends the tag (passes)",
         "z_float8/amax/weight/output": "largest magnitude",
     }.items():

@@ -88,24 +88,22 @@ class Job:
             f"{batch.grad_accum_steps} microbatches a rank"
         )
 
-    def hparams(self) -> dict[str, bool | float | str]:
-        """Return the settings worth comparing between runs, for TensorBoard."""
+    def hparams(self) -> dict[str, float | str]:
+        """Return the settings worth comparing between runs, for TensorBoard: all but the learning
+        rate as one text, since its table has no room for more columns beside the outcome."""
         config, float8 = self.config, self.config.float8
         degrees = asdict(self.degrees)
-        split = [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-        return {
-            "float8": float8.recipe_name if float8.enable_float8_linear else "off",
-            "lr": config.optimizer.lr,
-            "parallelism": " x ".join(split) or "none",
-            "seq_len": config.training.seq_len,
-            "world_size": self.degrees.world_size,
-            "activation_checkpoint": config.activation_checkpoint.label,
-            "compile": config.compile.enable,
-            "flavor": self.model_name,
-            "float8_all_gather": float8.enable_fsdp_float8_all_gather,
-            "global_batch_size": self.batch.global_batch_size,
-            "local_batch_size": self.batch.local_batch_size,
-        }
+        settings = [
+            float8.recipe_name if float8.enable_float8_linear else "no float8",
+            "float8 all-gather" if float8.enable_fsdp_float8_all_gather else "",
+            self.model_name,
+            f"seq_len {config.training.seq_len}",
+            f"batch {self.batch.global_batch_size} (local {self.batch.local_batch_size})",
+            " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1),
+            f"AC {config.activation_checkpoint.label}",
+            "compile" if config.compile.enable else "",
+        ]
+        return {"lr": config.optimizer.lr, "settings": ", ".join(filter(None, settings))}
 
 
 def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) -> Job:

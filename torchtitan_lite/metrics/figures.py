@@ -33,7 +33,7 @@ class StepRecord:
         "trained on by all ranks since step 1, over resumes", "tokens", "n_tokens_seen")]
     epochs: Annotated[Mapping[str, float], Figure(
         "passes over each store of the training data, by its name, which ends the tag", "passes",
-        "data/epochs")]
+        "n_epochs")]
     loss: Annotated[float, Figure(
         "mean over all ranks' tokens of this step", "nat", "loss_metrics/global_avg_loss")]
     loss_max: Annotated[float, Figure(
@@ -60,7 +60,8 @@ class StepRecord:
     mfu_achievable: Annotated[float | None, Figure(
         "`mfu` against measured peaks; unknown if none were measured", "%", "mfu_achievable(%)")]
     hfu: Annotated[float | None, Figure(
-        "`mfu` with the recomputation by activation checkpointing", "%", "hfu(%)")]
+        "`mfu` with the recomputation by activation checkpointing", "%",
+        "utilisation/hfu(%)")]
     attention_imbalance: Annotated[float | None, Figure(
         "attention within documents of each microbatch's busiest rank, over the mean", "",
         "attention_imbalance")] = None
