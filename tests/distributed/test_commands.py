@@ -1,7 +1,6 @@
 """The commands that README.md and docs/ show work in a fresh copy, and each script has a --help."""
 
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +72,10 @@ BEFORE = {
 """What a page takes for done."""
 EXIT_CODES = {
     "./scripts/gpu_day.sh --out day": 2,  # it needs a GPU
-    "torchtitan-lite checkpoint diff outputs/debug_model/checkpoint/step-000000{20,40}": 1,
+    "torchtitan-lite checkpoint diff outputs/saved/checkpoint/step-000000{20,40}": 1,
 }
+RESUMES = re.compile(r"^(.*?) +# resumes at step (\d+)$", re.M)
+"""Commands whose comment promises what they log."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     text = config.read_text().replace("seq_len = 256", "seq_len = 32")
     text = text.replace("local_batch_size = 8", "local_batch_size = 2")
     config.write_text(text.replace("[model]\n", f"[model]\nn_layers = {FEW_LAYERS}\n"))
+
+    # A repository, which shows the files that commands leave outside of ignored folders.
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    (folder / ".git/info/exclude").write_text("/cache/\n")
+    subprocess.run(["git", "add", "-A"], cwd=folder, check=True)
     return Project(folder, env | {"NGPU": "1"})
 
 
@@ -125,7 +131,11 @@ def test_the_default_run_ends_with_what_the_pages_show(tmp_path: Path) -> None:
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize("page", [page for page in PAGES if any(list_commands(page))])
 def test_the_commands_of_a_page_work_in_their_order(page: str, project: Project) -> None:
-    shutil.rmtree(project.folder / "outputs/debug_model", ignore_errors=True)
+    # Whatever other pages have left in outputs/.
+    promised = {
+        command: f"/step-{step.zfill(8)}"
+        for command, step in RESUMES.findall((project.folder / page).read_text())
+    }
     for command in [*BEFORE.get(page, []), *list_commands(page)]:
         if command == DEFAULT_RUN:
             continue  # the test above has run it
@@ -137,6 +147,11 @@ def test_the_commands_of_a_page_work_in_their_order(page: str, project: Project)
         assert "Traceback" not in result.stderr, output
         if on_gpus:
             assert re.fullmatch(r"\[debug\] seed = -1 .* 0\n", result.stderr)
+        if command in promised:
+            assert re.search(f"resumed from .*{promised.pop(command)}", result.stdout), output
+    assert not promised
+    others = ["git", "ls-files", "--others", "--exclude-standard"]
+    assert subprocess.check_output(others, cwd=project.folder, text=True) == ""
 
 
 # ----- scripts -----

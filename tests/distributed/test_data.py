@@ -112,7 +112,7 @@ def test_the_end_of_the_data_ends_all_processes_at_one_step_with_a_checkpoint(
     assert reported(folder, "state", "step") == ["done", last_step]
     assert reported(folder, "last_checkpoint") == [str(checkpoint(folder, last_step))]
     again = finish(folder, *settings, processes=1)
-    assert f"nothing left to train: step {last_step} of {last_step} is done" in again
+    assert f"all {last_step} steps are done; raise --training.steps (or epochs" in again
 
 
 # ----- allow_data_change -----

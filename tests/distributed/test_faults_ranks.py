@@ -228,7 +228,7 @@ def test_a_second_signal_ends_a_run_at_once_and_tears_no_checkpoint(
     waits = [fault("sleep", "written 9", 1, seconds=seconds) for seconds in (5, 600)]
     faults = [term, waits[0], term, waits[1]]
     run = train(half_done, *SETTINGS, faults=faults, code=6)
-    assert run.told["cause"] == "killed before it could stop at a step's end"
+    assert run.told["cause"] == "stopped by a second Ctrl-C or signal without saving"
     assert run.told["last_checkpoint"] == str(checkpoint(half_done, 6))
     assert checkpoints(half_done) == [".tmp-step-00000009", "step-00000006"]
     assert none_lives(half_done)

@@ -71,7 +71,7 @@ def test_verify(run, checkpoint):
 
 
 def test_verify_is_interrupted_by_ctrl_c(run, monkeypatch, capsys):
-    def interrupt(path):
+    def interrupt(*arguments):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(manifest, "hash_file", interrupt)

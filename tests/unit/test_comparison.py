@@ -78,9 +78,13 @@ def test_format_runs(runs: list[Path]) -> None:
     text = format_runs(read_runs(runs), last=2)
     assert re.match("At 4 equal .* 4,000; .* last 2", text)
     assert "last 4." in format_runs(read_runs(runs), last=9)
-    same, off = ["+0.00 %", "0.00 %", "0.00 %"], ["+0.00 %", "10.00 %", "50.00 %"]
-    titles = "run steps tokens final loss validation loss to first loss at most off grad norm at "
-    assert " ".join(cells(text)[0]) == titles + "most off tps times first mfu memory"
+    same = ["+0.00 %", "0.00 %", "0.00 %", "n/a", "0.00 %"]
+    off = ["+0.00 %", "0.90 %", "10.00 %", "2", "50.00 %"]
+    titles = (
+        "run steps tokens final loss validation loss to first median loss off loss at most off "
+    )
+    titles += "at step grad norm at most off tps times first mfu memory"
+    assert " ".join(cells(text)[0]) == titles
     assert cells(text)[1:] == [
         ["bf16", "4", "4,000", "4.5000", "4.7500", *same, "100", "1.00", "40.0 %", "0.9 GiB"],
         ["float8", "6", "6,000", "4.5000", "n/a", *off, "150", "1.50", "20.0 %", "0.9 GiB"],
@@ -91,7 +95,8 @@ def test_format_runs_has_na_for_unknown_figures(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", [5], mfu=[None])
     b = make_run(tmp_path / "b", [None, 4], mfu=[None, None])
     row = cells(format_runs(read_runs([a, b]), last=1))[-1]
-    assert row[3:] == ["n/a", "n/a", "n/a", "n/a", "0.00 %", "100", "n/a", "n/a", "0.9 GiB"]
+    unknown = ["n/a"] * 5  # losses; the first one is the farthest
+    assert row[3:] == [*unknown, "1", "0.00 %", "100", "n/a", "n/a", "0.9 GiB"]
 
 
 def write_config(run: Path, *, recipe: str, seed: int) -> None:

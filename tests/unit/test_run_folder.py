@@ -124,11 +124,12 @@ def test_the_first_cause_stays_whichever_rank_reports_it(tmp_path):
 
 def test_a_refused_run_keeps_the_progress_of_the_one_before(tmp_path):
     folder = open_folder(tmp_path)
-    folder.update(step=20, last_checkpoint="step-00000020", state="done", exit_code=0)
+    progress = {"step": 20, "loss": 2.5, "tps": 900.0, "mfu": 40.0, "last_checkpoint": "step-20"}
+    folder.update(**progress, state="done", exit_code=0)
     folder.close()
     locked(tmp_path).fail(DataError("no text"), step=0)
-    keys = ("state", "step", "last_checkpoint", "cause", "exit_code")
-    assert on_file(tmp_path, *keys) == ["failed", 20, "step-00000020", "no text", 3]
+    keys = ("state", "cause", "exit_code", *progress)
+    assert on_file(tmp_path, *keys) == ["failed", "no text", 3, *progress.values()]
 
 
 @pytest.mark.parametrize("how", ["moved", "deleted", "taken"])

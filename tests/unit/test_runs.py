@@ -56,11 +56,14 @@ def test_a_failed_run_comes_with_its_cause_and_the_folder_of_its_logs(tmp_path: 
 def test_several_runs_are_a_table_the_last_to_report_first(tmp_path: Path) -> None:
     make_run(tmp_path / "old", replace(FAILED, time=NOW - 86_400))
     make_run(tmp_path / "new", RUNNING)
-    make_run(tmp_path / "silent", replace(RUNNING, time=NOW - 1000))
+    make_run(tmp_path / "bench/a/silent", replace(RUNNING, time=NOW - 1000))
+    make_run(tmp_path / "new/previous/2026-11-20T20-53-20", FAILED)
     (tmp_path / "other").mkdir()
     lines = format_runs(find_runs(tmp_path), now=NOW).splitlines()
     found = [" ".join(line.split()[:2]) for line in lines]
-    assert found == ["run state", "new running", "silent running?", "old failed"]
+    assert found == ["run state", "new running", "bench/a/silent running?", "old failed"]
+    (earlier,) = find_runs(tmp_path / "new/previous")
+    assert earlier.name == "2026-11-20T20-53-20"
     assert max(map(len, lines)) <= 100
 
 
@@ -97,9 +100,9 @@ def test_clocks_that_differ_give_no_negative_times() -> None:
 def test_a_folder_without_a_valid_status_is_refused(tmp_path: Path) -> None:
     for content in (b"", b"{", b"[]", b'{"state": "running"}', b"\xff" * 99, b'{"state": 1}' * 9):
         (tmp_path / "status.json").write_bytes(content)
-        with pytest.raises(ConfigError, match="has no valid status.json, nor has a folder in it"):
+        with pytest.raises(ConfigError, match="has no run in it; name a run's, which has a valid"):
             find_runs(tmp_path)
-    with pytest.raises(ConfigError, match="No such file or directory; name a run folder"):
+    with pytest.raises(ConfigError, match="none is no folder; name a run's, "):
         find_runs(tmp_path / "none")
 
 

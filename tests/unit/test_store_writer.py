@@ -316,13 +316,6 @@ def test_other_text_is_not_mixed_in(tmp_path, corpus, small_steps):
         made(tmp_path / "store", corpus)
 
 
-def test_progress_is_reported(tmp_path, corpus, small_steps, notices):
-    made(tmp_path / "store", corpus)
-    pattern = rf"^{corpus}: (\d+) of 10 chunks, [\d,]+ tokens$"
-    done = [int(match[1]) for text in notices.messages if (match := re.match(pattern, text))]
-    assert done == list(range(1, 11))
-
-
 # ----- make_store, bad rows -----
 
 

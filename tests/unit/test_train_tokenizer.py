@@ -43,7 +43,7 @@ def test_a_very_long_line_is_trained_on(tmp_path):
     (2**31, r"cannot parse \"2147483648\" as int"),
 ])  # fmt: skip
 def test_impossible_vocabulary(tmp_path, vocab_size, message):
-    start = f"--vocab-size = {vocab_size} does not suit this text: "
+    start = f"SIZE = {vocab_size} does not suit this text: "
     with pytest.raises(DataError, match=f"{start}.*{message}"):
         train_tokenizer(TEXTS, vocab_size=vocab_size, output=tmp_path / "m")
     assert not list(tmp_path.iterdir())
@@ -52,12 +52,12 @@ def test_impossible_vocabulary(tmp_path, vocab_size, message):
 def test_output_is_not_overwritten_unasked_and_must_be_writable(tmp_path):
     output = tmp_path / "m"
     output.write_bytes(b"mine")
-    with pytest.raises(DataError, match=r"--output = .* exists; .* --force"):
+    with pytest.raises(DataError, match=r"OUTPUT = .* exists; .* --force"):
         train_tokenizer(TEXTS, vocab_size=300, output=output)
     assert output.read_bytes() == b"mine"
     train_tokenizer(TEXTS, vocab_size=300, output=output, overwrite=True)
     assert build_tokenizer(str(output)).vocab_size == 300
-    message = "--output = .*/m/m cannot be written: .*/m is no folder"
+    message = "OUTPUT = .*/m/m cannot be written: .*/m is no folder"
     with pytest.raises(DataError, match=message):
         train_tokenizer(iter(()), vocab_size=300, output=output / "m")  # before any text is read
 
@@ -65,7 +65,7 @@ def test_output_is_not_overwritten_unasked_and_must_be_writable(tmp_path):
 def test_a_full_disk_leaves_the_tokenizer_that_is_there(tmp_path, monkeypatch):
     (tmp_path / "m").write_bytes(b"mine")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(DataError, match="--output = .* cannot be written: No space left on device"):
+    with pytest.raises(DataError, match="OUTPUT = .* cannot be written: No space left on device"):
         train_tokenizer(TEXTS, vocab_size=300, output=tmp_path / "m", overwrite=True)
     assert (tmp_path / "m").read_bytes() == b"mine"
 
@@ -95,7 +95,7 @@ def rows(tmp_path):
 
 def test_model_from_rows(rows, tmp_path, capfd):
     output = tmp_path / "t.model"
-    arguments = ("--source", rows, "--text-field", "body", "--vocab-size", 280, "--output", output)
+    arguments = (rows, output, 280, "--text-field", "body")
     run(*arguments)
     printed = f"{output}: 280 ids, {output.stat().st_size} bytes\n"
     assert capfd.readouterr() == (printed, "")
@@ -105,18 +105,18 @@ def test_model_from_rows(rows, tmp_path, capfd):
     run(*arguments, "--force")
 
 
-def test_default_is_the_standard_library_with_2256_ids(tmp_path):
-    run("--output", tmp_path / "t.model")
+def test_the_standard_library_with_2256_ids(tmp_path):
+    run("pystdlib", tmp_path / "t.model", 2256)
     assert build_tokenizer(str(tmp_path / "t.model")).vocab_size == 2256
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ("--source missing", "/missing: does not exist; name a folder, or a file of"),
-    ("--vocab-size 9999 --text-field body", "--vocab-size = 9999 does not suit this text: "),
-    ("", r"rows.jsonl, line 1: no field \"text\" among \['body'\]"),
+@pytest.mark.parametrize(("source", "words", "message"), [
+    ("missing", "280", "/missing: does not exist; name a folder, or a file of"),
+    ("", "9999 --text-field body", "SIZE = 9999 does not suit this text: "),
+    ("", "280", r"rows.jsonl, line 1: no field \"text\" among \['body'\]"),
 ])  # fmt: skip
-def test_errors_are_one_line(rows, tmp_path, capfd, words, message):
+def test_errors_are_one_line(rows, tmp_path, capfd, source, words, message):
     with pytest.raises(DataError, match=message) as raised:
-        run("--source", rows, "--output", tmp_path / "t.model", *words.split())
+        run(source or rows, tmp_path / "t.model", *words.split())
     assert "\n" not in str(raised.value)
     assert capfd.readouterr() == ("", "")

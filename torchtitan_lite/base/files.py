@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -37,12 +38,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
     fsync_folder(path.parent)
 
 
-def hash_file(path: Path) -> str:
-    """Return the SHA-256 of the contents of a file, read in blocks, in hex. Raises OSError."""
+def hash_file(path: Path, report: Callable[[int], object] = lambda size: None) -> str:
+    """Return the SHA-256 of a file in hex. `report` gets the size of each block. Raises OSError."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(READ_BYTES):
             digest.update(block)
+            report(len(block))
     return digest.hexdigest()
 
 

@@ -21,6 +21,7 @@ from torchtitan_lite.base.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.base.files import fsync_folder, replace_file
 from torchtitan_lite.base.jsonfile import parse_toml, read_json_object
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.data.tokenizer import TIKTOKEN_LINE, Tokenizer, build_tokenizer
 from torchtitan_lite.models.hf_llama import hf_config, hf_names, to_hf
@@ -119,16 +120,20 @@ def write_weights(
         total += size
 
     files: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else SINGLE
-        tensors = {names[name]: read_weight(reader, name, args, weights[name]) for name in shard}
-        try:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-            # safetensors lets the owner alone read it.
-            (folder / file).chmod(folder.stat().st_mode & 0o666)
-        except SafetensorError as error:  # tensors as these fail on the disk only
-            raise unwritable(folder / file, f"{error}; make room") from error
-        files |= dict.fromkeys(tensors, file)
+    with progress(f"exporting step {reader.manifest.progress.step}", total) as bar:
+        for number, shard in enumerate(shards, start=1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else SINGLE
+            tensors: dict[str, Tensor] = {}
+            for name in shard:
+                tensors[names[name]] = read_weight(reader, name, args, weights[name])
+                bar.update(tensors[names[name]].nbytes)
+            try:
+                save_file(tensors, folder / file, metadata={"format": "pt"})
+                # safetensors lets the owner alone read it.
+                (folder / file).chmod(folder.stat().st_mode & 0o666)
+            except SafetensorError as error:  # tensors as these fail on the disk only
+                raise unwritable(folder / file, f"{error}; make room") from error
+            files |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 

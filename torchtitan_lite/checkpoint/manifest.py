@@ -24,6 +24,7 @@ from torchtitan_lite.base.jsonfile import (
     validate_hashed_json,
     write_hashed_json,
 )
+from torchtitan_lite.base.progress import progress
 from torchtitan_lite.config.keys import changes
 
 FORMAT = 1
@@ -176,21 +177,23 @@ def broken_files(
     rank, world_size = share
     problems = []
     # Largest first, so that the shares of the callers are about equal.
-    by_size = sorted(files.items(), key=lambda file: -file[1].size)
-    for number, (name, entry) in enumerate(by_size):
-        path = folder / name
-        reads_it = number % world_size == rank and (hashes or not name.endswith(TENSORS_SUFFIX))
-        try:
-            if (size := regular_size(path)) != entry.size:
-                problems.append(f"{name} has {size} bytes, not {entry.size}")
-            elif reads_it and hash_file(path) != entry.sha256:
-                problems.append(f"{name}: its contents have changed")
-        except ValueError as error:
-            problems.append(f"{name} {error}")
-        except ABSENT as error:
-            problems.append(f"{name}: {error.strerror}")
-        except OSError as error:
-            raise unreadable(path, error) from error
+    order = sorted(files, key=lambda name: -files[name].size)
+    read = {name for name in order[rank::world_size] if hashes or not name.endswith(TENSORS_SUFFIX)}
+    total = sum(files[name].size for name in read)
+    with progress(f"verifying {folder}", total, shown=rank == 0) as bar:
+        for name in order:
+            path, entry = folder / name, files[name]
+            try:
+                if (size := regular_size(path)) != entry.size:
+                    problems.append(f"{name} has {size} bytes, not {entry.size}")
+                elif name in read and hash_file(path, bar.update) != entry.sha256:
+                    problems.append(f"{name}: its contents have changed")
+            except ValueError as error:
+                problems.append(f"{name} {error}")
+            except ABSENT as error:
+                problems.append(f"{name}: {error.strerror}")
+            except OSError as error:
+                raise unreadable(path, error) from error
     return problems
 
 

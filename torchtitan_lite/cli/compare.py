@@ -1,9 +1,9 @@
 """Compare runs at equal tokens.
 
-Prints for each run its final loss and the distance to the first run's, its validation loss, the
-largest differences of loss and gradient norm, tps, mfu and peak memory; the settings that differ;
-and the command that shows the curves. Equal tokens are token counts at which all runs logged a
-step; nothing is interpolated.
+Prints for each run its final and validation loss; how far its losses are from the first run's: the
+final one, the median of the last half, the largest difference and its step; the largest difference
+of gradient norms; tps, mfu and peak memory; the settings that differ; and the command for curves.
+Equal tokens are token counts at which all runs logged a step; nothing is interpolated.
 """
 
 import argparse

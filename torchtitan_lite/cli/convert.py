@@ -1,9 +1,7 @@
 """Convert a checkpoint to a model that Hugging Face's transformers read.
 
-  export FOLDER OUT_DIR   write safetensors, config.json and, if transformers can read it, the
-                          tokenizer into a new folder
-
-FOLDER is a step's folder, or that of a run, whose newest checkpoint is exported.
+  export RUN OUT   write a run's newest checkpoint, or a step's folder, as safetensors, config.json
+                   and, if transformers can read it, the tokenizer, into a new folder
 
 Exit codes: 2 if the folder exists, 4 if the weights are broken or do not fit, 7 if the disk fails.
 """
@@ -18,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add export."""
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face model")
-    export.add_argument("folder", type=Path, help="run folder, or a step's folder")
-    export.add_argument("out_dir", type=Path, help="folder to make")
+    export.add_argument("run", type=Path, metavar="RUN", help="run folder, or a step's folder")
+    export.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     choices = ("float32", "bfloat16", "float16", "keep")
     text = "type of the weights (keep: as saved)"
     export.add_argument("--dtype", choices=choices, default="keep", help=text)
@@ -29,4 +27,4 @@ def run(args: argparse.Namespace) -> None:
     """Export a checkpoint."""
     from torchtitan_lite.checkpoint.hf_export import export_hf  # torch takes seconds to import
 
-    export_hf(find_checkpoints(args.folder)[-1], args.out_dir, dtype=args.dtype)
+    export_hf(find_checkpoints(args.run)[-1], args.out, dtype=args.dtype)

@@ -1,7 +1,7 @@
 """Report how runs are doing: state, step, loss, rates, time left, and why one failed.
 
-FOLDER is a run folder, or a folder of run folders. Only files in it are read, so it may be on a
-shared disk.
+FOLDER is a run folder, or a folder with run folders up to three levels below. Only files in it are
+read, so it may be on a shared disk.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from .parser import Parser, print_answer
 
 def add_arguments(parser: Parser) -> None:
     """Add the options."""
-    text = "a run folder, or a folder of them"
+    text = "a run folder, or a folder with some below it"
     parser.add_argument("folder", type=Path, metavar="FOLDER", help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
 

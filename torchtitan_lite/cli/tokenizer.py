@@ -1,6 +1,6 @@
 """Train a sentencepiece tokenizer on any text that a run can train on.
 
-The model shipped with the package: torchtitan-lite tokenizer --output FILE.
+The model shipped with the package: torchtitan-lite tokenizer pystdlib FILE 2256.
 """
 
 import argparse
@@ -14,20 +14,18 @@ from .parser import path_text
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
-    text = "pystdlib (default), a folder, a file, or hf:DATASET"
-    parser.add_argument("--source", type=path_text, default="pystdlib", help=text)
+    text = "a folder, a file, hf:DATASET, or pystdlib: see data --help"
+    parser.add_argument("source", type=path_text, metavar="SOURCE", help=text)
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="model file to write")
+    parser.add_argument("size", type=int, metavar="SIZE", help="number of ids")
     text = "field of rows that holds the text (default: text)"
     parser.add_argument("--text-field", default="text", help=text)
-    text = "number of ids (default: 2256)"
-    parser.add_argument("--vocab-size", type=int, default=2256, help=text)
-    parser.add_argument("--output", type=Path, required=True, help="model file to write")
     parser.add_argument("--force", action="store_true", help="overwrite the output")
 
 
 def run(args: argparse.Namespace) -> None:
     """Train the tokenizer."""
     source = open_source(args.source, text_field=args.text_field)
-    train_tokenizer(
-        source.documents(), vocab_size=args.vocab_size, output=args.output, overwrite=args.force
-    )
-    print(f"{args.output}: {args.vocab_size} ids, {args.output.stat().st_size} bytes")
+    output, size = args.output, args.size
+    train_tokenizer(source.documents(), vocab_size=size, output=output, overwrite=args.force)
+    print(f"{output}: {size} ids, {output.stat().st_size} bytes")

@@ -22,6 +22,7 @@ from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import fsync_folder, hash_file, lock_file, remove_folder
 from torchtitan_lite.base.jsonfile import write_hashed_json
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.datasets import NamedDataset
 from torchtitan_lite.config import expand_user
 
@@ -163,12 +164,11 @@ class UnfinishedStore:
     def complete(self, source: Source, tokenizer: Tokenizer, max_tokens: int) -> None:
         """Write the shards of the remaining chunks, and turn all into a store. Removes them, and
         raises DataError, if they hold no document or the text has changed."""
-        chunk_count = sum(1 for _ in source.chunks())
-        for number, chunk in enumerate(source.chunks()):
-            if number >= len(self.manifest.shards) and self.manifest.tokens < max_tokens:
-                self._write_shard(chunk, tokenizer, room=max_tokens - self.manifest.tokens)
-                counts = f"{number + 1:,} of {chunk_count:,} chunks"
-                logger.info(f"{source.name}: {counts}, {self.manifest.tokens:,} tokens")
+        total = None if self.manifest.shards or max_tokens < sys.maxsize else source.text_bytes()
+        with progress(f"tokenizing {source.name}", total) as self._bar:
+            for number, chunk in enumerate(source.chunks()):
+                if number >= len(self.manifest.shards) and self.manifest.tokens < max_tokens:
+                    self._write_shard(chunk, tokenizer, room=max_tokens - self.manifest.tokens)
 
         problem = "" if self.manifest.documents else "holds 0 documents; name text that has some"
         if source.fingerprint_now() != source.fingerprint:
@@ -182,6 +182,12 @@ class UnfinishedStore:
         for draft in self.folder.glob(f".{MANIFEST_FILE}.*"):  # of a killed run
             draft.unlink()
 
+    def _sized(self, row: Row) -> tuple[Row, int]:
+        """Return a row with its size in bytes, and count these as read."""
+        size = len(row.text.encode())
+        self._bar.update(size)
+        return row, size
+
     def _write_shard(self, chunk: Chunk, tokenizer: Tokenizer, *, room: int) -> None:
         """Write the documents of a chunk, up to the one that reaches `room` tokens, then the
         manifest with the shard. Raises DataError at the first bad row beyond `skip_bad`."""
@@ -189,7 +195,7 @@ class UnfinishedStore:
         max_token_id, skipped_rows = self.manifest.max_token_id, self.manifest.skipped_rows
         path = self.folder / tokens_file(len(self.manifest.shards))
         dtype, threads = np.dtype(self.manifest.recipe.dtype), len(os.sched_getaffinity(0))
-        rows = grouped(((row, len(row.text)) for row in chunk()), BATCH_BYTES)
+        rows = grouped(map(self._sized, chunk()), BATCH_BYTES)
         batches = encode_batches(rows, tokenizer, dtype=dtype, threads=threads)
         with closing(batches), path.open("wb") as file:
             for encoded, bad_rows in batches:

@@ -25,6 +25,7 @@ from torchtitan_lite.base.jsonfile import (
     regular_size,
     validate_hashed_json,
 )
+from torchtitan_lite.base.progress import progress
 
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**28
@@ -113,18 +114,19 @@ def read_manifest(folder: Path) -> StoreManifest:
 
 def find_damage(folder: Path, manifest: StoreManifest, *, read: bool = False) -> list[str]:
     """List the files of a store that have wrong sizes; `read` them to find changed contents too."""
-    problems = []
-    for number, shard in enumerate(manifest.shards):
-        name, size = tokens_file(number), shard.tokens * np.dtype(manifest.recipe.dtype).itemsize
-        try:
-            if (found := regular_size(folder / name)) != size:
-                problems.append(f"{name} has {found} bytes, not {size}")
-            elif read and hash_file(folder / name) != shard.tokens_sha256:
-                problems.append(f"{name}: its contents have changed")
-        except ValueError as error:
-            problems.append(f"{name} {error}")
-        except ABSENT as error:
-            problems.append(f"{name}: {error.strerror}")
+    problems, id_size = [], np.dtype(manifest.recipe.dtype).itemsize
+    with progress(f"verifying {folder}", manifest.tokens * id_size, shown=read) as bar:
+        for number, shard in enumerate(manifest.shards):
+            name, size = tokens_file(number), shard.tokens * id_size
+            try:
+                if (found := regular_size(folder / name)) != size:
+                    problems.append(f"{name} has {found} bytes, not {size}")
+                elif read and hash_file(folder / name, bar.update) != shard.tokens_sha256:
+                    problems.append(f"{name}: its contents have changed")
+            except ValueError as error:
+                problems.append(f"{name} {error}")
+            except ABSENT as error:
+                problems.append(f"{name}: {error.strerror}")
     return problems
 
 

@@ -19,9 +19,9 @@ def train_tokenizer(
     for an output that cannot be written, or exists without `overwrite`, and for a vocabulary that
     the text cannot fill or fit in."""
     if output.exists() and not overwrite:
-        raise DataError(f"--output = {output} exists; name another, or overwrite it with --force")
+        raise DataError(f"OUTPUT = {output} exists; name another, or overwrite it with --force")
     if not output.absolute().parent.is_dir():
-        raise DataError(f"--output = {output} cannot be written: {output.parent} is no folder")
+        raise DataError(f"OUTPUT = {output} cannot be written: {output.parent} is no folder")
     # A list: sentencepiece would turn an error that the documents raise into its own RuntimeError.
     lines = [line for text in documents for line in text.splitlines()]
     model = io.BytesIO()
@@ -46,9 +46,9 @@ def train_tokenizer(
         )
     except (RuntimeError, ValueError) as error:  # ValueError: a size of more than 31 bits
         reason = str(error).rpartition("] ")[2] or error
-        raise DataError(f"--vocab-size = {vocab_size} does not suit this text: {reason}") from error
+        raise DataError(f"SIZE = {vocab_size} does not suit this text: {reason}") from error
 
     try:
         replace_file(output, model.getvalue())
     except OSError as error:
-        raise DataError(f"--output = {output} cannot be written: {error.strerror}") from error
+        raise DataError(f"OUTPUT = {output} cannot be written: {error.strerror}") from error

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, ClassVar
 
 from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.config import Config, check_config, resolve_model, sequence_parts
@@ -180,11 +181,14 @@ def find_candidates(space: Space) -> list[Workload]:
     with the reason for the first."""
     found: list[Workload] = []
     refused: list[ConfigError] = []
-    for settings in space.settings():
-        try:
-            found.append(space.candidate(settings))
-        except ConfigError as error:
-            refused.append(error)
+    choices = [*space.settings()]
+    with progress("searching", len(choices), unit=" configs") as bar:
+        for settings in choices:
+            try:
+                found.append(space.candidate(settings))
+            except ConfigError as error:
+                refused.append(error)
+            bar.update()
     if not found:
         raise refused[0]
 

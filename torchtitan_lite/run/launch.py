@@ -211,7 +211,7 @@ def run_agent(
     forwarded = False
     while agent.poll() is None:
         if stop.received and not forwarded:
-            say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, kills the run")
+            say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, stops unsaved")
             agent.send_signal(stop.received)
             forwarded = True
         time.sleep(0.1)
@@ -261,6 +261,8 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
     if end.signalled and status is None:
         name = signal.Signals(end.signalled).name
         return f"stopped by {name} before the first step", STOPPED_EXIT_CODE, None
+    if end.signalled and end.exit_code == -signal.SIGKILL:  # by this launcher
+        return "stopped by a second Ctrl-C or signal without saving", RankLostError.exit_code, None
     if end.signalled:
         return "killed before it could stop at a step's end", RankLostError.exit_code, None
     if end.exit_code < 0:

@@ -145,9 +145,9 @@ class RunFolder:
 
         A new run moves an earlier run's RUN_FILES and `names`, of what the config names, to
         previous/<its start time>/, status.json last. Other files, empty folders and links to empty
-        folders stay. A run that resumes moves nothing, and keeps the step and the last checkpoint
-        of the status. Raises ConfigError if there are files that no run wrote or that cannot move,
-        StorageError if the disk fails."""
+        folders stay. A run that resumes moves nothing, and keeps the progress of the status.
+        Raises ConfigError if there are files that no run wrote or that cannot move, StorageError if
+        the disk fails."""
         before = read_status(self.path)
         others = sorted(RUN_FILES - STAYS - {STATUS_FILE})
         with explained(self.path):
@@ -166,7 +166,8 @@ class RunFolder:
         """Set the status to "running", with the progress of the run `before`."""
         status = Status("running", self.started, time.time(), job=job_name(os.getppid()))
         if before is not None:
-            status = replace(status, step=before.step, last_checkpoint=before.last_checkpoint)
+            kept = ("step", "loss", "tps", "mfu", "last_checkpoint")
+            status = replace(status, **{name: getattr(before, name) for name in kept})
         write_status(self.path, status)
         self._begun = True
 

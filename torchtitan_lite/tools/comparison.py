@@ -28,7 +28,9 @@ COLUMNS = {
     "final loss": "{:.4f}",
     "validation loss": "{:.4f}",
     "to first": "{:+.2f} %",
+    "median loss off": "{:.2f} %",
     "loss at most off": "{:.2f} %",
+    "at step": "{:,.0f}",
     "grad norm at most off": "{:.2f} %",
     "tps": "{:,.0f}",
     "times first": "{:.2f}",
@@ -97,7 +99,7 @@ def equal_tokens(runs: Runs) -> NDArray[np.float64]:
 
 def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
     """Return each run's values of COLUMNS; NaN if unknown. A final loss is the mean of the `last`
-    steps at equal tokens, speeds are medians without the first step."""
+    steps at equal tokens, a median is over the last half of them; speeds omit the first step."""
     equal = equal_tokens(runs)
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
@@ -110,7 +112,8 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
 
         if not rows:  # the run that all are compared with
             first, first_loss, first_tps = curves, final_loss, tps
-        off = {key: 100 * np.max(np.abs(curves[key] / first[key] - 1)) for key in curves}
+        off = {key: 100 * np.abs(curves[key] / first[key] - 1) for key in curves}
+        farthest = np.argmax(off["loss"])  # the first step without a loss, if there is one
         row = {
             "run": name,
             "steps": figures["step"][-1],
@@ -118,8 +121,10 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
             "final loss": final_loss,
             "validation loss": run.validation_loss,
             "to first": 100 * (final_loss / first_loss - 1),
-            "loss at most off": off["loss"],
-            "grad norm at most off": off["grad_norm"],
+            "median loss off": np.median(off["loss"][len(equal) // 2 :]),
+            "loss at most off": off["loss"][farthest],
+            "at step": figures["step"][is_equal][farthest] if off["loss"].any() else math.nan,
+            "grad norm at most off": np.max(off["grad_norm"]),
             "tps": tps,
             "times first": tps / first_tps,
             "mfu": mfu,

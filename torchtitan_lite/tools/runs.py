@@ -1,5 +1,6 @@
 """Report the state of runs from what they leave in their run folders, without torch."""
 
+import os
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.tables import format_columns
-from torchtitan_lite.run.run_folder import Status, read_status
+from torchtitan_lite.run.run_folder import STATUS_FILE, Status, read_status
 
 SILENT_SECONDS, SILENT_STEPS = 120.0, 20
 """A running run that reports nothing for this long, and for so many steps, may be dead."""
@@ -15,17 +16,17 @@ COLUMNS = ("run", "state", "step", "loss", "tps", "mfu", "time left", "updated")
 
 
 def find_runs(folder: Path) -> dict[Path, Status]:
-    """Return the run in `folder`, or the runs in the folders in it, the last to report first.
-    Raises ConfigError if there is none."""
+    """Return the run in `folder`, or the runs up to three levels below, without earlier ones in
+    previous/, the last to report first. Raises ConfigError if there is none."""
     if (status := read_status(folder)) is not None:
         return {folder: status}
-    try:
-        inside = [path for path in folder.iterdir() if path.is_dir()]
-    except OSError as error:
-        raise ConfigError(f"{folder}: {error.strerror}; name a run folder.") from error
-    found = {path: status for path in inside if (status := read_status(path)) is not None}
+    patterns = ("*/" * level + STATUS_FILE for level in (1, 2, 3))
+    below = [file.parent for pattern in patterns for file in folder.glob(pattern)]
+    own = [path for path in below if "previous" not in path.relative_to(folder).parts]
+    found = {path: status for path in own if (status := read_status(path)) is not None}
     if not found:
-        raise ConfigError(f"{folder} has no valid status.json, nor has a folder in it; name a run.")
+        problem = "has no run in it" if folder.is_dir() else "is no folder"
+        raise ConfigError(f"{folder} {problem}; name a run's, which has a valid status.json.")
     return dict(sorted(found.items(), key=lambda item: -item[1].time))
 
 
@@ -72,6 +73,9 @@ def format_runs(runs: dict[Path, Status], *, now: float) -> str:
     """Return several runs as a table, or all of one."""
     described = [describe(folder, status, now=now) for folder, status in runs.items()]
     if len(runs) > 1:
+        parent = os.path.commonpath([folder.parent for folder in runs])
+        for folder, facts in zip(runs, described, strict=True):
+            facts["run"] = os.path.relpath(folder, parent)
         rows = [[facts[name] or "-" for name in COLUMNS] for facts in described]
         return format_columns([COLUMNS, *rows], right=range(2, len(COLUMNS)))
     return format_columns([(name, fact) for name, fact in described[0].items() if fact])

@@ -169,6 +169,7 @@ def build_metrics(
         start_tokens=progress.tokens,
     )
     if config.compile.enable:
+        logger.info("the first step compiles the model, which may take minutes")
         compiling = ExitStack()
         on_compile_start(lambda _: compiling.enter_context(metrics.timed("compile")))
         on_compile_end(lambda _: compiling.close())

@@ -135,7 +135,8 @@ class Trainer:
         stopped_by: str | None = None
         self.report_progress()
         if self.step >= self.last_step:
-            logger.info(f"nothing left to train: step {self.step} of {self.last_step} is done")
+            fix = "raise --training.steps (or epochs, if they end the run) to go on"
+            logger.info(f"all {self.last_step} steps are done; {fix}")
 
         with contextlib.closing(self.prefetched), self.profiler or contextlib.nullcontext():
             try:
