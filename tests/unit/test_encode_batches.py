@@ -30,11 +30,11 @@ def framed(text: str) -> list[int]:
 def test_documents_one_after_the_other():
     bad = Row("a.txt, line 2", "", "too long")
     rows = [text_row("one two"), bad, text_row("é")]
-    documents, bad_rows = encode_rows(rows, build_tokenizer(""), U2)
+    documents, bad_rows, size = encode_rows(rows, build_tokenizer(""), U2)
     assert [ids.tolist() for ids in documents] == [framed("one two"), framed("é")]
     assert {ids.dtype for ids in documents} == {U2}
-    assert bad_rows == [bad]
-    assert encode_rows([bad], build_tokenizer(""), U2) == ([], [bad])
+    assert (bad_rows, size) == ([bad], len("one twoé".encode()))
+    assert encode_rows([bad], build_tokenizer(""), U2) == ([], [bad], 0)
 
 
 @pytest.mark.parametrize(("eos", "ids"), [("<bos>", [[1, 0], [1]]), ("<eos>", [[1, 0, 2], [1, 2]])])
@@ -48,7 +48,7 @@ def test_a_text_that_holds_the_id_of_a_frame_is_a_bad_row(tmp_path, eos, ids):
     named = {"bos_token": "<bos>", "eos_token": eos}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     rows = [text_row("a"), text_row("a other", line=7), text_row(" ")]
-    documents, (bad,) = encode_rows(rows, build_tokenizer(str(tmp_path)), U2)
+    documents, (bad,), _ = encode_rows(rows, build_tokenizer(str(tmp_path)), U2)
     assert [found.tolist() for found in documents] == ids
     assert bad.place == "a.txt, line 7"
     assert re.search(rf"BOS id 1 or EOS id {ids[-1][-1]}$", bad.problem)
@@ -67,7 +67,7 @@ def test_threads_keep_the_order(threads):
     batches = [[text_row(f"row {i} " * (20_000 if i % 5 == 0 else 1))] for i in range(20)]
     batches[7] = []
     answers = list(encoded(iter(batches), threads))
-    for rows, (documents, _) in zip(batches, answers, strict=True):
+    for rows, (documents, _, _) in zip(batches, answers, strict=True):
         assert [ids.tolist() for ids in documents] == [framed(row.text) for row in rows]
 
 

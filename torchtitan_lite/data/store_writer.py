@@ -49,8 +49,9 @@ CHUNK_TOKENS = 2**20
 HASHED_TOKENS = 2**29
 """The fingerprint hashes the stream in runs of so many ids, wherever shards are cut."""
 
-Encoded = tuple[list[np.ndarray], list[Row]]
-"""The documents of a batch of rows, each the ids [tokens] with its frame, and the bad rows."""
+Encoded = tuple[list[np.ndarray], list[Row], int]
+"""The documents of a batch of rows, each the ids [tokens] with its frame, the bad rows, and the
+bytes of the texts."""
 
 
 def open_cached(name: str, dataset: NamedDataset, tokenizer: Tokenizer) -> TokenStore:
@@ -182,12 +183,6 @@ class UnfinishedStore:
         for draft in self.folder.glob(f".{MANIFEST_FILE}.*"):  # of a killed run
             draft.unlink()
 
-    def _sized(self, row: Row) -> tuple[Row, int]:
-        """Return a row with its size in bytes, and count these as read."""
-        size = len(row.text.encode())
-        self._bar.update(size)
-        return row, size
-
     def _write_shard(self, chunk: Chunk, tokenizer: Tokenizer, *, room: int) -> None:
         """Write the documents of a chunk, up to the one that reaches `room` tokens, then the
         manifest with the shard. Raises DataError at the first bad row beyond `skip_bad`."""
@@ -195,10 +190,11 @@ class UnfinishedStore:
         max_token_id, skipped_rows = self.manifest.max_token_id, self.manifest.skipped_rows
         path = self.folder / tokens_file(len(self.manifest.shards))
         dtype, threads = np.dtype(self.manifest.recipe.dtype), len(os.sched_getaffinity(0))
-        rows = grouped(map(self._sized, chunk()), BATCH_BYTES)
+        rows = grouped(((row, len(row.text)) for row in chunk()), BATCH_BYTES)
         batches = encode_batches(rows, tokenizer, dtype=dtype, threads=threads)
         with closing(batches), path.open("wb") as file:
-            for encoded, bad_rows in batches:
+            for encoded, bad_rows, size in batches:
+                self._bar.update(size)
                 for row in bad_rows:
                     skipped_rows += 1
                     if skipped_rows > self.skip_bad:
@@ -255,7 +251,7 @@ def encode_rows(rows: list[Row], tokenizer: Tokenizer, dtype: np.dtype) -> Encod
             bad.append(Row(row.place, "", f"its text encodes to BOS id {bos} or EOS id {eos}"))
         else:
             documents.append(ids)
-    return documents, bad
+    return documents, bad, sum(len(row.text.encode()) for row in good)
 
 
 def encode_batches(
