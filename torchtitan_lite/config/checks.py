@@ -139,7 +139,7 @@ def _check_refused(config: Config, values: Values) -> Iterator[str]:
         inductor = config.compile.covers("model") and config.compile.backend == "inductor"
         if values[name] == wanted and not inductor:
             compiled = (f"[compile] {key}" for key in ("enable", "components", "backend"))
-            fix = '"inductor" does it to a compiled "model"; set them so, or change the first'
+            fix = 'set enable to true with "model" and "inductor", or change the first'
             yield describe(values, name, *compiled, fix=fix)
 
 
