@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from sample_jobs import job_of
+from sample_jobs import TOKENIZER, job_of
 from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite.base.torchao_types import is_gathered_in_float8
@@ -22,11 +22,14 @@ from torchtitan_lite.config import (
     Float8Config,
     MetricsConfig,
     ModelConfig,
+    ParallelismConfig,
     TrainingConfig,
+    ValidationConfig,
 )
+from torchtitan_lite.config.job import build_job
 from torchtitan_lite.planner.prepare import planned_device
 from torchtitan_lite.training import build
-from torchtitan_lite.training.build import build_loaded_model, check_resume
+from torchtitan_lite.training.build import build_batches, build_loaded_model, check_resume
 from torchtitan_lite.training.model import asked_of_step, build_meta_model, choose_linears
 
 FLOAT8 = {"enable_float8_linear": True}
@@ -100,6 +103,27 @@ def test_planned_device_guesses_no_rates(name, float8, planned, monkeypatch):
     spec = planned_device(torch.device("cuda", 0), config)
     assert (spec and (spec.name, spec.bf16_tflops)) == (planned and (planned, 800))
     assert planned_device(torch.device("cpu"), config) is None
+
+
+# ----- build_batches -----
+
+
+@pytest.mark.parametrize(("own", "pp", "size"), [(3, 1, 3), (None, 1, 4), (3, 2, 2), (None, 2, 2)])
+def test_batches_of_validation_have_its_size_but_a_pipelines_in_a_pipeline(
+    own, pp, size, monkeypatch
+):
+    corpora = MagicMock(), SimpleNamespace(seq_len=8), 5
+    monkeypatch.setattr(build, "build_corpora", lambda *_, **__: corpora)
+    monkeypatch.setattr(build, "log_data", lambda *_: None)
+    parallelism = ParallelismConfig(
+        pipeline_parallel_degree=pp, pipeline_parallel_microbatch_size=2
+    )
+    validation = ValidationConfig(enable=True, local_batch_size=own)
+    training = TrainingConfig(local_batch_size=4)
+    config = Config(training=training, validation=validation, parallelism=parallelism)
+    job = build_job(config, world_size=pp, tokenizer=TOKENIZER)
+    _, batches = build_batches(job, MagicMock(), dp_rank=0, progress=NEW_RUN)
+    assert batches is not None and (batches.local_batch_size, batches.samples) == (size, 5)
 
 
 # ----- check_resume -----

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -107,6 +108,15 @@ def updates(state_dtype: str, *, steps: int) -> tuple[torch.Tensor, Any]:
         weight.grad = torch.randn(64, 256) * sizes
         step_unless(optimizer, torch.tensor(0.0))
     return weight.detach(), optimizer.state[weight]
+
+
+def test_an_update_on_a_gpu_is_compiled_by_the_backend(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda update, **options: compiled.append(options))
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.empty(3, device="cuda"))
+        build_optimizer([weight], OptimizerConfig(state_dtype="bfloat16"), "eager")
+    assert compiled == [{"dynamic": False, "backend": "eager"}]
 
 
 def test_weights_in_bfloat16_are_rounded_once() -> None:

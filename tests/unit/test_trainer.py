@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.config import CheckpointConfig, ParallelDegrees
+from torchtitan_lite.config import CheckpointConfig, Config, ParallelDegrees, ValidationConfig
 from torchtitan_lite.parallel.mesh import Groups
 from torchtitan_lite.training import trainer
 
@@ -50,6 +50,15 @@ def test_groups_of_replicas_and_ranks_of_tensor_parallelism_skip_together():
         groups = Groups(ParallelDegrees(2, 2, 1, 2, 2), device_type="cpu")
         assert dist.get_process_group_ranks(groups.replicas) == group
         dist.destroy_process_group()
+
+
+def test_trainer_makes_no_samples_without_validation():
+    config = Config(validation=ValidationConfig(prompts=("a",)))
+    job: Any = SimpleNamespace(config=config, degrees=SimpleNamespace(pp=1))
+    run: Any = SimpleNamespace(job=job, config=config, built=SimpleNamespace(linears=[]))
+    tokenizer: Any = None  # a prompt would need one
+    trainer.Trainer.build_optional(run, tokenizer)
+    assert run.samples is None
 
 
 @pytest.mark.parametrize("enabled", [True, False])
