@@ -6,10 +6,12 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from sample_checkpoints import write_checkpoint
 from tqdm import std, tqdm
 
@@ -17,6 +19,7 @@ from torchtitan_lite.base import progress as base_progress
 from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.checkpoint import hf_export
+from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import TensorEntry, broken_files, read_manifest
 from torchtitan_lite.config import given_keys, load_config
 from torchtitan_lite.data import rows
@@ -74,7 +77,7 @@ def test_a_terminal_gets_a_bar_after_5_s(work, notices, monkeypatch, columns, wi
     assert notices.messages == []
 
 
-# ----- find_damage, broken_files, write_weights, find_candidates, make_store -----
+# ----- make_store, find_damage, broken_files, Checkpointer, write_weights, find_candidates -----
 
 
 @pytest.fixture
@@ -108,6 +111,8 @@ def test_tokenizing_counts_bytes_and_verifying_a_store_too(
     assert tokenizing.is_shown and tokenizing.counted == len(text.encode())
     assert tokenizing.of == (tokenizing.counted if is_known else None)
 
+    assert [bar.of for bar in bars if bar.name.startswith("hashing ")] == [store.tokens]
+
     bars.clear()
     find_damage(store.folder, store.manifest)
     find_damage(store.folder, store.manifest, read=True)
@@ -124,6 +129,15 @@ def test_verifying_a_checkpoint_counts_a_ranks_bytes_and_rank_0_shows_it(tmp_pat
     assert [bar.is_shown for bar in bars] == [True, False]
     assert all(bar.counted == bar.of for bar in bars)
     assert sum(bar.of for bar in bars) == sum(entry.size for entry in files.values())
+
+
+def test_a_save_counts_the_bytes_that_it_hashes(tmp_path, bars, monkeypatch) -> None:
+    path, saving = write_checkpoint(tmp_path, 10), SimpleNamespace()
+    for rank in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        files = Checkpointer._hash_files(saving, path)
+        assert bars[-1].counted == bars[-1].of == sum(entry.size for entry in files.values())
+    assert [(bar.is_shown, bar.of > 0) for bar in bars] == [(True, True), (False, False)]
 
 
 def test_an_export_counts_the_bytes_of_the_weights(tmp_path, bars, monkeypatch) -> None:

@@ -24,6 +24,7 @@ from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import CheckpointError, RunError, StorageError
 from torchtitan_lite.base.files import hash_file
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.catalog.run_files import SAVE_REQUEST
 from torchtitan_lite.config import CheckpointConfig
@@ -220,7 +221,10 @@ class Checkpointer:
         if rank == 0:
             files.append(draft / METADATA)
         with folders.storage_errors(draft):
-            return {file.name: FileEntry(file.stat().st_size, hash_file(file)) for file in files}
+            total = sum(file.stat().st_size for file in files)
+            with progress(f"hashing {draft}", total, shown=rank == 0) as bar:
+                hashes = {file: hash_file(file, bar.update) for file in files}
+            return {file.name: FileEntry(file.stat().st_size, hashes[file]) for file in files}
 
     def _commit(self, draft: Path, target: Path, manifest: CheckpointManifest) -> None:
         """Complete and rename the draft, then delete checkpoints that are too old; on rank 0."""

@@ -227,12 +227,14 @@ def hash_ids(store: TokenStore) -> str:
     """Hash all ids of a store's stream. The result does not depend on the shards."""
     recipe = store.manifest.recipe
     digest = hashlib.sha256(f"{recipe.tokenizer_fingerprint} {recipe.dtype}".encode())
-    for start in range(0, store.tokens, HASHED_TOKENS):
-        stop = min(start + HASHED_TOKENS, store.tokens)
-        run = hashlib.sha256()
-        for place in range(start, stop, CHUNK_TOKENS):
-            run.update(store.read(place, min(CHUNK_TOKENS, stop - place)).data)
-        digest.update(f" {stop - start} {run.hexdigest()}".encode())
+    with progress(f"hashing {store.folder}", store.tokens, unit=" tokens") as bar:
+        for start in range(0, store.tokens, HASHED_TOKENS):
+            stop = min(start + HASHED_TOKENS, store.tokens)
+            run = hashlib.sha256()
+            for place in range(start, stop, CHUNK_TOKENS):
+                run.update(store.read(place, min(CHUNK_TOKENS, stop - place)).data)
+                bar.update(CHUNK_TOKENS)
+            digest.update(f" {stop - start} {run.hexdigest()}".encode())
     return digest.hexdigest()
 
 
