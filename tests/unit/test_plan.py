@@ -470,14 +470,20 @@ def test_the_rate_of_what_does_not_fit_is_conditional():
     assert f"does not fit ({reserved:.0f} of 78 GiB); if it did, " in answer(found)
 
 
-def test_a_layout_that_does_not_fit_or_waits_a_lot_is_told_to_search():
-    words = ("llama3_8b_float8", "--link", "20")
-    for found, reason in (
-        (plan("llama3_8b", "--world-size", "1"), "does not fit"),
-        (plan(*words), r"waits for \d\d % of the step"),
-    ):
-        last = text_of(found).rpartition(". ")[2]
-        assert re.fullmatch(rf"This layout {reason}; add --search for the .*", last), last
+def test_a_plan_ends_with_a_layout_beside_it_that_fits_or_is_clearly_faster():
+    words = ("llama3_8b_float8", "--training.seq_len", "32768")
+    long = plan(*words)
+    changes = long["better"]["changes"]
+    assert changes["parallelism.tensor_parallel_degree"] == 2
+    again = plan(*words, *(f"--{name}={value}" for name, value in changes.items()))
+    gain = again["schedule"]["tps"] / long["schedule"]["tps"]
+    assert gain > 1.05 and f"at {gain:.2f}x the speed; --search tries more." in text_of(long)
+    assert text_of(long).endswith("--activation_checkpoint.mode selective")
+
+    large = plan(*words, mode("none"), tp(1))
+    assert not large["memory"]["fits"] and large["better"]["changes"]
+    assert "Another layout is predicted to fit; --search tries more." in text_of(large)
+    assert text_of(plan("llama3_8b", "--world-size", "1")).endswith("layouts that fit.")
     good = text_of(plan("llama3_8b_float8"))
     assert "--search" not in good
     assert f"Of the memory on a data sheet {100 * USABLE_MEMORY:g} % can be used." in good

@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     from torchtitan_lite.planner.measured import add_measured
     from torchtitan_lite.planner.plan import find_device, make_plan
     from torchtitan_lite.planner.report import format_plan, format_search
-    from torchtitan_lite.planner.search import Lengths, Space, make_search
+    from torchtitan_lite.planner.search import Beside, Lengths, Space, find_better, make_search
 
     is_search = options.search or options.longest
     if options.gpu_hour is not None and not is_search:
@@ -79,4 +79,7 @@ def run(options: argparse.Namespace) -> None:
         print_answer(options, found, format_search(found))
     else:
         plan = make_plan(config, world_size=world_size, device=device, tps=options.tps)
+        plan["better"] = None
+        if options.tps is None:
+            plan["better"] = find_better(Beside(config, world_size, device), plan)
         print_answer(options, plan, format_plan(plan, operators=options.operators))

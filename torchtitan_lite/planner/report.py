@@ -32,7 +32,6 @@ ASSUMED = (
     "beside their predictions: see docs/published.md."
 )
 SHARED = "slower alone; a shared cast, or gathers of half the bytes, can make up for it"
-MANY_WAITS = 0.15  # part of a step above which a plan advises a search
 Plan = Mapping[str, Any]  # what `make_plan` returns, or a section of it
 
 _wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
@@ -198,13 +197,14 @@ def _operators(plan: Plan) -> str:
 
 
 def _advice(plan: Plan) -> str:
-    """Return what finds a better layout, if this one does not fit or waits a lot, else ""."""
-    fits, name = plan["memory"]["fits"], "float8" if plan["request"]["float8_recipe"] else "bf16"
-    step = plan["prediction"][name]
-    waits = sum(step["waits_s"].values()) / step["step_s"]
-    why = f"waits for {100 * waits:.0f} % of the step" if fits else "does not fit"
-    advice = _wrap(f"This layout {why}; add --search for the fastest that fits.")
-    return advice if waits > MANY_WAITS or not fits else ""
+    """Name a better layout that was found, or for one that does not fit the search."""
+    fits, better = plan["memory"]["fits"], plan.get("better")
+    if better is None:
+        return "" if fits else "Add --search for the layouts that fit."
+    gain = better["tps"] / plan["schedule"]["tps"]
+    verdict = f"is predicted to run at {gain:.2f}x the speed" if fits else "is predicted to fit"
+    advice = f"Another layout {verdict}; --search tries more. As options:"
+    return f"{_wrap(advice)}\n{_options(better['changes'])}"
 
 
 def _assumed(plan: Plan) -> str:
@@ -267,7 +267,8 @@ def format_search(search: Plan) -> str:
     kept = f" Kept as given: {', '.join(request['kept'])}." if request["kept"] else ""
     title = "{found} of {model} on {world_size} x {device}".format_map({**request, **first})
     notes = NOTES.format_map(request) + kept
-    return "\n\n".join([_wrap(title), *tables, _wrap(notes), _options(first["changes"])])
+    options = f"The first of them, as options:\n{_options(first['changes'])}"
+    return "\n\n".join([_wrap(title), *tables, _wrap(notes), options])
 
 
 def _options(changes: Plan) -> str:
@@ -277,4 +278,4 @@ def _options(changes: Plan) -> str:
         text = ",".join(value) if isinstance(value, tuple | list) else value
         words += [f"--{name}", shlex.quote(text) if isinstance(text, str) else json.dumps(text)]
     lines = textwrap.wrap(" ".join(words), 78, break_long_words=False, break_on_hyphens=False)
-    return "The first of them, as options:\n" + (" \\\n".join(lines) or "those of the config")
+    return " \\\n".join(lines) or "those of the config"

@@ -5,7 +5,7 @@ Every candidate is a config that training accepts. Memory is estimated before ti
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -24,6 +24,7 @@ from .plan import check_planned, find_fewest_gpus, plan_request, plan_schedule, 
 from .workload import Workload, build_workload
 
 SHOWN = 5  # layouts in the answer
+CLEARLY = 1.05  # times as fast
 CP_DEGREES = (1, 2, 4, 8, 16)
 LEAST_TOKENS = 4096  # of a sequence on a rank, where context parallelism is searched
 LENGTHS = 1024  # the longest sequence is a multiple of it
@@ -168,6 +169,34 @@ class Lengths(Space):
         memory_gib = self.device.memory_gib
         fitting = bisect_right(lengths, memory_gib, key=lambda each: work_of(each).reserved_gib)
         return work_of(lengths[max(fitting, 1) - 1])
+
+
+class Beside(Space):
+    """The config with "auto" for what is recomputed and what stays gathered, as it is and with
+    tensor parallelism, context parallelism or the local batch doubled or halved."""
+
+    def settings(self) -> Iterator[Settings]:
+        """Yield the settings of the config itself, and of those beside it."""
+        own = flatten(self.config)
+        job = build_job(self.config, world_size=self.world_size, tokenizer=self.tokenizer)
+        total = job.batch.global_batch_size
+        auto = {SHARD: -1, GLOBAL: total, MODE: AUTO, RESHARD: AUTO}
+        yield auto
+        most = {TP: self.device.node_devices, CP: CP_DEGREES[-1], LOCAL: total}
+        for name, factor in product(most, (0.5, 2)):
+            if 1 <= (value := int(factor * own[name])) <= most[name]:
+                yield auto | {name: value}
+
+
+def find_better(space: Beside, plan: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the fastest layout of `space`, as `make_search` describes it, if it fits where `plan`
+    of its config does not, or is predicted to be clearly faster."""
+    try:
+        first = make_search(space)["layouts"][0]
+    except ConfigError:  # nothing fits
+        return None
+    least = CLEARLY * plan["schedule"]["tps"] if plan["memory"]["fits"] else 0.0
+    return first if first["tps"] > least else None
 
 
 def flatten(config: Config) -> Settings:
