@@ -80,6 +80,7 @@ def write_inputs(folder: Path) -> None:
     library = Path(sysconfig.get_path("stdlib"))
     for name in ("argparse", "ast", "inspect", "typing"):
         shutil.copy(library / f"{name}.py", folder / "my_texts" / f"{name}.txt")
+    (folder / "big.txt").write_text("One.\n<|endoftext|>\nTwo.\n<|endoftext|>\n")
     for page in PAGES:
         shown = r"^```toml\n# (my_\w+\.toml)\n(.*?)^```$"
         for name, text in re.findall(shown, (folder / page).read_text(), re.M | re.S):

@@ -105,7 +105,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
 
     # A repository, which shows the files that commands leave outside of ignored folders.
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    (folder / ".git/info/exclude").write_text("/cache/\n")
+    (folder / ".git/info/exclude").write_text("/cache/\n/big.jsonl\n")
     subprocess.run(["git", "add", "-A"], cwd=folder, check=True)
     return Project(folder, env | {"NGPU": "1"})
 
