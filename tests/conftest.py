@@ -25,6 +25,7 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.scheduler import MixOrderReduction
 from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torchao.float8 import float8_ops, float8_training_tensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
@@ -54,6 +55,7 @@ PATCHED: list[tuple[Any, str]] = [
     (float8_ops, "addmm_float8_unwrapped"),
     (float8_training_tensor, "_ToFloat8ConstrFunc"),
     (PContext.close, "__defaults__"),
+    (SubprocessHandler, "close"),
 ]
 """What patches.py replaces."""
 ORIGINALS = [

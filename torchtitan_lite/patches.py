@@ -8,6 +8,7 @@ change. `test_patches.py` shows each fault without its patch, and so fails once 
 import hashlib
 import inspect
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -236,3 +237,23 @@ def allow_long_saves() -> None:
     if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
         seconds = int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
         PContext.close.__defaults__ = (None, seconds)  # of the parameters death_sig and timeout
+
+
+def spare_compilers() -> None:
+    """Send a signal that stops a run to the workers alone, not to the programs that they run.
+
+    Changes: `SubprocessHandler.close`, which signals a worker's process group. SIGKILL still does.
+    Why: an interrupted compiler leaves an empty file in the cache, at which every later run fails.
+    Remove: when torch signals the process alone.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    close = SubprocessHandler.close
+
+    def close_worker(self: Any, death_sig: signal.Signals | None = None) -> None:
+        if death_sig in (None, signal.SIGKILL):
+            close(self, death_sig)
+        else:
+            self.proc.send_signal(death_sig)
+
+    SubprocessHandler.close = close_worker  # type: ignore[method-assign]

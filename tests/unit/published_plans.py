@@ -339,7 +339,7 @@ by the two numbers in the last column, which hold the middle 80 % of the publish
 batch, count for no range of rates: the last table has them.
 
 - The planner predicts {fast} of the {plain} rates of plain layouts too fast. On MI300X it is 25 to
-  40 % too fast.
+  40 % too fast, and a plan's range there is of these four runs.
 - The planner never says that float8 helps where it cost a published run more than 5 %, and never
   says that it hurts where a run gained more than 5 %.
 - Many runs are alike: they are releases of one framework, or the same machine twice.

@@ -39,8 +39,8 @@ def test_checkpoints_are_found(run):
 
 
 @pytest.mark.parametrize(("name", "problem"), [
-    ("run/a", "a has no checkpoints; name a run folder, its folder of checkp"),
-    ("run/config.toml", "config.toml has no checkpoints; name a run folder"),
+    ("run/a", "a has no checkpoints; train with --checkpoint.enable, or name a run"),
+    ("run/config.toml", "config.toml has no checkpoints; train with"),
     ("missing", "missing is missing; name a run folder"),
 ])  # fmt: skip
 def test_folders_without_checkpoints_are_refused(run, name, problem):

@@ -174,3 +174,12 @@ def test_recipes_refuse_keys_that_are_not_theirs(recipe, toml, fix):
     toml = f'float8.recipe_name = "{recipe}", {toml}'
     assert check(toml) == []
     check_refused(f"float8.enable_float8_linear = true, {toml}", rf'.* = "{recipe}": .*{fix}')
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_filters_of_float8_match_a_linear(enabled):
+    float8 = {"enable_float8_linear": enabled, "filter_fqns": ["wk", "layers.9", "lm_head"]}
+    config = Config.model_validate({"model": {"flavor": "debugmodel"}, "float8": float8})
+    problems = "\n".join(check_config(config, world_size=1))
+    refused = re.findall("'(.*)', which matches no linear", problems)
+    assert refused == (["layers.9", "lm_head"] if enabled else [])

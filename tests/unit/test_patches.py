@@ -5,6 +5,8 @@ patches are undone after each test, in tests/conftest.py. Of graphs: test_graph_
 """
 
 import inspect
+import signal
+import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -24,6 +26,7 @@ from torch._inductor.virtualized import V
 from torch._library.fake_class_registry import FakeScriptObject
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -199,3 +202,26 @@ def test_allow_long_saves_of_a_stopped_run_for_as_long_as_the_variable_says(monk
     monkeypatch.setattr("torch.distributed.launcher.api.LaunchConfig", old)
     patches.allow_long_saves()
     assert inspect.signature(PContext.close).parameters["timeout"].default == 45
+
+
+def test_spare_compilers_sends_a_signal_to_the_worker_alone(tmp_path):
+    patches.spare_compilers()
+    started = tmp_path / "started"
+    code = f"sleep 60 & echo $! > {started}.new; mv {started}.new {started}; wait"
+    worker = SubprocessHandler("bash", ("-c", code), {}, None, None, 0, None)
+    wait_until(started.exists)
+    compiler = Path(f"/proc/{int(started.read_text())}/stat")
+
+    worker.close(signal.SIGTERM)
+    assert worker.proc.wait(10) == -signal.SIGTERM
+    assert compiler.read_text().split()[2] != "Z"
+    worker.close(signal.SIGKILL)
+    wait_until(lambda: not compiler.exists() or compiler.read_text().split()[2] == "Z")
+
+
+def wait_until(done):
+    for _ in range(200):
+        if done():
+            return
+        time.sleep(0.05)
+    raise TimeoutError

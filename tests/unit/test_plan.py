@@ -540,7 +540,7 @@ def test_the_gpu_at_hand_is_planned_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 139.81 * 2**30))
     found = find_device(None)
-    assert (found.name, found.memory_gib) == ("H200", 139.8)
+    assert (found.name, found.memory_gib) == ("H200", 138.8)
     assert (find_device("l4").name, find_device("l4").memory_gib) == ("L4", 21.9)
     assert find_device(None, memory_gib=100).memory_gib == 97.5
 
@@ -567,7 +567,7 @@ MXFP8 = shlex.join(["--float8.recipe_name=mxfp8", *NO_GATHER])
     ("words", "message"),
     [
         ("", "--device is needed where there is no GPU; use one of A100 SXM 40GB"),
-        ("--device H100", '"H100" is not known; use .* H100 SXM, .*; plan .* --bandwidth, --mem'),
+        ("--device H100", '"H100" is not known; use .* H100 SXM, .*; plan .* --bandwidth \\(TB/s'),
         ("--device H200 --memory 0", "--memory: 0 must be a number from 1e-06"),
         ("--memory 80GB", "--memory: 80GB must be a number from .*; --help shows"),
         ("--world-size 1,000", "--world-size: 1,000 must be a whole number"),

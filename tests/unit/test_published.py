@@ -8,12 +8,15 @@ from published_plans import (
     RATE_LIMIT,
     RATIO_LIMIT,
     format_page,
+    job_of_run,
     plan_run,
     published_over_predicted,
 )
 from published_runs import PUBLISHED_RUNS
 
+from torchtitan_lite.catalog.devices import lookup_device
 from torchtitan_lite.planner import constants
+from torchtitan_lite.planner.workload import build_workload
 
 PAGE = Path(__file__).parents[2] / "docs/published.md"
 
@@ -79,6 +82,15 @@ def test_a_range_holds_the_middle_80_percent_of_published_figures(name):
     tenths = quantiles(found, n=10, method="inclusive")
     assert [low, high] == pytest.approx([tenths[0], tenths[-1]], abs=0.025)
     assert sum(low <= each <= high for each in found) >= 0.8 * len(found)
+
+
+def test_the_range_of_amd_holds_all_published_runs_there():
+    runs = [run for run in PUBLISHED_RUNS if run.device == "MI300X"]
+    found = [run.tps / plan_run(run).tps for run in runs]
+    assert (min(found), max(found)) == pytest.approx(constants.CDNA_RATE_RANGE, abs=0.01)
+    work = build_workload(job_of_run(runs[0]))
+    assert work.rate_range(lookup_device("MI300X")) == constants.CDNA_RATE_RANGE
+    assert work.rate_range(lookup_device("H100 SXM")) == constants.RATE_RANGE
 
 
 # ----- published_plans, published.md -----

@@ -9,8 +9,8 @@ from torch import nn
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.flavors import ModelArgs
-from torchtitan_lite.config import Float8Config
-from torchtitan_lite.float8.selection import LinearChoice, format_choices, matches, select_linears
+from torchtitan_lite.config import Float8Config, matches
+from torchtitan_lite.float8.selection import LinearChoice, format_choices, select_linears
 from torchtitan_lite.models.llama3 import Transformer
 
 # ----- select_linears, AUTO, format_choices -----

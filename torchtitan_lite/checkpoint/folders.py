@@ -201,9 +201,12 @@ def find_checkpoints(path: Path) -> list[Path]:
     for folder in (path, *children):
         if steps := steps_with_folder(folder):
             return [step_folder(folder, step) for step in steps]
-    problem = "has no checkpoints" if path.exists() else "is missing"
-    rule = "name a run folder, its folder of checkpoints, or a step's"
-    raise CheckpointError(f"{path} {problem}; {rule}.")
+    problem = "is missing;"
+    if path.exists():
+        problem = "has no checkpoints; train with --checkpoint.enable, or"
+    raise CheckpointError(
+        f"{path} {problem} name a run folder, its folder of checkpoints, or a step's."
+    )
 
 
 @contextmanager

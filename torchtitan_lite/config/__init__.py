@@ -1,15 +1,18 @@
 """The TOML surface: sections, loading, checks and help. Imports neither torch nor torchao."""
 
 from .arithmetic import (
+    AUTO,
     BatchSizes,
     ParallelDegrees,
     keep_batch,
+    matches,
     multiples_near,
     resolve_batch,
     resolve_degrees,
     resolve_model,
     resolve_shares,
     sequence_parts,
+    unmatched_filters,
 )
 from .checks import check_config, own_names
 from .keys import config_schema, did_you_mean, format_help, show_settings

@@ -1,7 +1,7 @@
 """Numbers that follow from the config: dimensions, degrees, batch sizes, shares of datasets."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -14,6 +14,7 @@ from .keys import did_you_mean, show
 from .sections import Config, DatasetConfig, ModelConfig, ParallelismConfig, TrainingConfig
 from .types import MOST
 
+AUTO = "auto"  # in filter_fqns: keep the linears that float8 would not make faster
 MAX_PERIOD = 100_000
 """Longest period, in samples, after which a mix of datasets repeats the order of its turns."""
 
@@ -199,3 +200,19 @@ def multiples_near(value: int, step: int) -> str:
     """Return the multiples of `step` on both sides of `value`, such as "32 or 64"."""
     below = max(value // step, 1) * step
     return f"{below} or {below + step}"
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Return whether the parts of a pattern of filter_fqns follow each other in `name`."""
+    return f".{pattern}." in f".{name}."
+
+
+def unmatched_filters(patterns: Iterable[str], linears: Collection[str]) -> list[str]:
+    """Return a message for each pattern of filter_fqns that matches none of the `linears`."""
+    last_parts = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+    return [
+        f"[float8] filter_fqns holds {pattern!r}, which matches no linear; use parts of the names "
+        f'{last_parts}, layers.0 and the like, or "auto" for what float8 would slow down.'
+        for pattern in patterns
+        if pattern != AUTO and not any(matches(pattern, name) for name in linears)
+    ]

@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT
 from torchtitan_lite.catalog.recipes import RECIPES, Recipe
 from torchtitan_lite.catalog.run_files import RUN_FILES
 from torchtitan_lite.catalog.schedules import INTERLEAVED
@@ -18,6 +19,7 @@ from .arithmetic import (
     resolve_model,
     resolve_shares,
     sequence_parts,
+    unmatched_filters,
 )
 from .keys import Values, describe, flat_config, show
 from .sections import Config
@@ -213,6 +215,10 @@ def _check_model(config: Config, values: Values) -> Iterator[str]:
         if (values[key] or 0) > args.max_seq_len:
             fix = f"use at most {args.max_seq_len}, or set rope_theta or rope_scaling"
             yield describe(values, key, "[model] flavor", fix=fix)
+
+    linears = [f"layers.{i}.{name}" for i in range(args.n_layers) for name in BLOCK_LINEARS]
+    if config.float8.enable_float8_linear:
+        yield from unmatched_filters(config.float8.filter_fqns, [*linears, OUTPUT])
 
     option, mode = "[activation_checkpoint] selective_ac_option", "[activation_checkpoint] mode"
     if values[option] not in ("op", *map(str, range(1, args.n_layers + 1))):

@@ -13,9 +13,8 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, ROW_SPLIT
 from torchtitan_lite.catalog.recipes import Recipe
-from torchtitan_lite.config import Float8Config, multiples_near
+from torchtitan_lite.config import AUTO, Float8Config, matches, multiples_near, unmatched_filters
 
-AUTO = "auto"  # in filter_fqns: keep the linears that float8 would not make faster
 TOKENS = "local_batch_size * seq_len / context_parallel_degree"
 
 
@@ -42,11 +41,6 @@ class LinearChoice:
     def keep(self, reason: str) -> "LinearChoice":
         """Return the choice to keep the linears for `reason`, unless it is "" or another holds."""
         return replace(self, kept_because=self.kept_because or reason)
-
-
-def matches(pattern: str, name: str) -> bool:
-    """Return whether the parts of `pattern` follow each other in `name`."""
-    return f".{pattern}." in f".{name}."
 
 
 def select_linears(
@@ -102,14 +96,7 @@ def _apply_filters(
     linears = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    last_parts = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
-    errors = [
-        f"[float8] filter_fqns holds {pattern!r}, which matches no linear; use parts of the names "
-        f'{last_parts}, layers.0 and the like, or "auto" for what float8 would slow down.'
-        for pattern in patterns
-        if not any(matches(pattern, name) for name in linears)
-    ]
-
+    errors = unmatched_filters(patterns, linears)
     names: dict[tuple[str, str], list[str]] = {}
     for name in linears:
         kept_by = next((f"filter_fqns {p!r}" for p in patterns if matches(p, name)), "")

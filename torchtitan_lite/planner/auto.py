@@ -7,9 +7,10 @@ from itertools import product
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 from torchtitan_lite.catalog.flavors import OUTPUT
+from torchtitan_lite.config import AUTO
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.config.keys import config_changes
-from torchtitan_lite.float8.selection import AUTO, LinearChoice
+from torchtitan_lite.float8.selection import LinearChoice
 
 from .share import without_fsdp
 from .workload import Workload, build_workload
@@ -40,7 +41,7 @@ def resolve_auto(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> J
         job, reserved_gib = work.job, work.reserved_gib
         values = ", ".join(config_changes(before, job.config.to_toml()))
         fits = "the fastest that fits" if reserved_gib <= memory_gib else "the smallest, too large"
-        stand_in = "" if device else f" (times of an {STAND_IN})"
+        stand_in = "" if device else f" (predicted for an {STAND_IN}: a CPU is not)"
         memory = f"{reserved_gib:.1f} of {memory_gib:.1f} GiB"
         logger.info(f'in place of "auto": {values}; {memory}, {fits}{stand_in}')
     if not chooses_linears:

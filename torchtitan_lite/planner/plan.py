@@ -11,21 +11,21 @@ import torch
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.catalog.flavors import OUTPUT
-from torchtitan_lite.config import Config, MetricsConfig, ModelConfig, resolve_model
+from torchtitan_lite.config import AUTO, Config, MetricsConfig, ModelConfig, resolve_model
 from torchtitan_lite.config.job import Job, TokenizerValues, build_job
 from torchtitan_lite.data.tokenizer import build_tokenizer
-from torchtitan_lite.float8.selection import AUTO
 from torchtitan_lite.metrics.flops import MATMULS, FlopsLedger, compute_rates
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
 from torchtitan_lite.training.model import MetaModel, build_meta_model
 
 from .auto import resolve_auto
-from .constants import USABLE_MEMORY
+from .constants import CONTEXT_GIB, USABLE_MEMORY
 from .share import state_widths
 from .workload import Workload, build_workload, predict_gain
 
 RATES = ("tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "hfu")
 MOST_SHARDS = 2**16
+MOST_TB_S = 100  # of a device's memory; more is meant in GB/s
 
 
 def find_device(name: str | None, metrics: MetricsConfig | None = None, **given: Any) -> DeviceSpec:
@@ -45,12 +45,14 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
         problem = f'"{name}" is not known' if name else "is needed where there is no GPU"
         raise ConfigError(
             f"--device {problem}; use one of {', '.join(each.name for each in DEVICES)}; plan any "
-            "other by --bandwidth, --memory and --metrics.peak_tflops_bf16 (and _fp8)."
+            "other by --bandwidth (TB/s), --memory (GiB) and --metrics.peak_tflops_bf16 (and _fp8)."
         )
     device = replace(device, **given).with_peaks(peaks)
+    if device.bandwidth_tb_s > MOST_TB_S:
+        raise ConfigError(f"--bandwidth {device.bandwidth_tb_s:g} is in TB/s, at most {MOST_TB_S}.")
     usable_gib = USABLE_MEMORY * device.memory_gib
     if at_hand and "memory_gib" not in given:
-        usable_gib = torch.cuda.mem_get_info()[1] / 2**30
+        usable_gib = torch.cuda.mem_get_info()[1] / 2**30 - CONTEXT_GIB
     return replace(device, memory_gib=round(usable_gib, 1))
 
 
@@ -163,7 +165,7 @@ def plan_schedule(work: Workload, device: DeviceSpec, tps: float | None = None) 
     origin, tps_range = "given", None
     if tps is None:
         origin, tps = "predicted", tokens_per_step / world_size / work.time(device).step_s
-        tps_range = [tps * each for each in work.rate_range]
+        tps_range = [tps * each for each in work.rate_range(device)]
 
     # Hours of this run and of 10^12 tokens, on all devices.
     run_tokens = training.steps * tokens_per_step

@@ -31,6 +31,7 @@ ASSUMED = (
     "--node-devices, --network). Ranges hold the middle 80 % of published runs of this kind, "
     "beside their predictions: see docs/published.md."
 )
+ASKED = 'slower, as configured; [float8] filter_fqns = ["auto"] would keep it in bf16'
 SHARED = "slower alone; a shared cast, or gathers of half the bytes, can make up for it"
 Plan = Mapping[str, Any]  # what `make_plan` returns, or a section of it
 
@@ -129,7 +130,8 @@ def _memory(plan: Plan) -> str:
     if not memory["fits"]:
         gpus, full = memory["would_fit"], "activation checkpointing full"
         fewest = f"{gpus:,} GPUs with {full}" if gpus else f"no number of GPUs, with {full} either"
-        note += f"; would fit: {fewest}; or lower [training] local_batch_size or seq_len"
+        fixes = "lower [training] local_batch_size or seq_len, or [optimizer] state_dtype"
+        note += f"; would fit: {fewest}; or {fixes}"
     return _section("Memory of a rank, predicted", _table([header, *rows]), _wrap(note))
 
 
@@ -169,7 +171,8 @@ def _linears(plan: Plan) -> str:
             in_bf16 = [each for each in MATMULS if linear["precisions"][each] != "fp8"]
             trained_in = ", ".join(["float8", *(f"{each} in bf16" for each in in_bf16)])
             if linear["time_ratio"] > 1:
-                reasons.setdefault(f"float8: {SHARED}", []).append(name)
+                better_kept = linear["kind"] in (plan["prediction"]["better_kept"] or ())
+                reasons.setdefault(f"float8: {ASKED if better_kept else SHARED}", []).append(name)
         count, ratio = str(len(linear["names"])), _digits(linear["time_ratio"])
         rows.append((name, count, sizes, ratio, trained_in))
 

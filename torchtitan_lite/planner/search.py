@@ -15,9 +15,8 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.catalog.recipes import RECIPES
-from torchtitan_lite.config import Config, check_config, resolve_model, sequence_parts
+from torchtitan_lite.config import AUTO, Config, check_config, resolve_model, sequence_parts
 from torchtitan_lite.config.job import TokenizerValues, build_job
-from torchtitan_lite.float8.selection import AUTO
 
 from .auto import choose_work, name_kept
 from .plan import check_planned, find_fewest_gpus, plan_request, plan_schedule, tokenizer_values

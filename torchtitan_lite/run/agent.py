@@ -37,7 +37,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError
-from torchtitan_lite.patches import allow_long_saves
+from torchtitan_lite.patches import allow_long_saves, spare_compilers
 
 from .signals import REPEAT_SECONDS
 
@@ -151,6 +151,7 @@ def main() -> None:
         return
     os.environ["TORCHTITAN_LITE_AGENT"] = str(os.getpid())  # whose end a worker must not miss
     allow_long_saves()
+    spare_compilers()
 
     # torch shows the workers' stderr on sys.stderr. Its loggers keep the stream of its import.
     with os.fdopen(spec["terminal"], "w", buffering=1) as terminal, redirect_stderr(terminal):

@@ -59,6 +59,11 @@ class Launch:
     ConfigError."""
 
     def __init__(self, env: Mapping[str, str], overrides: Sequence[str]) -> None:
+        if mode := env.get("COMM_MODE"):
+            raise ConfigError(
+                f"COMM_MODE={mode} is torchtitan's dry run, and not offered; unset it, and use the "
+                "commands check and plan."
+            )
         self.gpus = gpus = count_cuda_devices(env)
         self.words = ["--job.config_file", env.get("CONFIG_FILE") or "debug_model", *overrides]
         self.ngpu = read_count(env, "NGPU", gpus or 2, minimum=1)
@@ -289,6 +294,8 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
             ended = replace(status, state="failed", cause=cause, exit_code=code, rank=rank)
             with suppress(RunError):  # a full disk: the lines say the same
                 write_status(path, replace(ended, time=time.time()))
+    if code == STOPPED_EXIT_CODE and status is not None and status.last_checkpoint:
+        lines.append("the same command resumes")
     say(*lines, f"run folder: {path}", f"logs: {log_dir}")
     return code
 

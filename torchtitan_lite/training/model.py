@@ -15,11 +15,11 @@ from torch.nn.attention import SDPBackend
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.devices import Precision
 from torchtitan_lite.catalog.flavors import OUTPUT, ModelArgs
+from torchtitan_lite.config import AUTO
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.convert import convert_linears, must_emulate
 from torchtitan_lite.float8.observe import Asked
 from torchtitan_lite.float8.selection import (
-    AUTO,
     LinearChoice,
     converted_names,
     format_choices,
