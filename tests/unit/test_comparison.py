@@ -118,6 +118,15 @@ def test_format_comparison_has_the_settings_that_differ(runs: list[Path]) -> Non
     assert curves.endswith(f" --logdir {runs[0].parent}")
 
 
+def test_format_comparison_says_that_tokenizers_differ(runs: list[Path]) -> None:
+    for run, tokenizer in zip(runs, ("", "other.model"), strict=True):
+        (run / "config.toml").write_text(f'[model]\ntokenizer_path = "{tokenizer}"\n')
+    note = "\n\nTokenizers differ: losses of their tokens do not compare,"
+    assert note in format_comparison(read_runs(runs), last=2)
+    (run / "config.toml").write_text('[model]\ntokenizer_path = ""\n')
+    assert note not in format_comparison(read_runs(runs), last=2)
+
+
 def test_format_comparison_of_runs_without_a_config(runs: list[Path]) -> None:
     write_config(runs[0], recipe="bf16", seed=0)
     parts = format_comparison(read_runs(runs), last=2).split("\n\n")

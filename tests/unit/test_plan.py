@@ -470,6 +470,14 @@ def test_the_rate_of_what_does_not_fit_is_conditional():
     assert f"does not fit ({reserved:.0f} of 78 GiB); if it did, " in answer(found)
 
 
+def test_a_price_adds_the_cost():
+    priced = plan("llama3_8b", "--gpu-hour", "2.5")
+    schedule = priced["schedule"]
+    assert schedule["run_cost"] == pytest.approx(2.5 * schedule["run_gpu_hours"])
+    assert re.search(rf" run_cost {schedule['run_cost']:.2f} .* cost_per_tr", text_of(priced))
+    assert "run_cost" not in text_of(plan("llama3_8b"))
+
+
 def test_a_plan_ends_with_a_layout_beside_it_that_fits_or_is_clearly_faster():
     words = ("llama3_8b_float8", "--training.seq_len", "32768")
     long = plan(*words)
@@ -582,7 +590,6 @@ MXFP8 = shlex.join(["--float8.recipe_name=mxfp8", *NO_GATHER])
         ("--device H200 --longest --search", "--search: not allowed with argument --longest"),
         ("--device H200 --tps 5 --search", "--search: not allowed with argument --tps"),
         ("--device H200 --search --operators", "--operators: not allowed with argument --search"),
-        ("--device H200 --gpu-hour 2", "--gpu-hour is for --search and --longest; add one"),
         ("--device 'A100 SXM 80GB'", "the A100 SXM 80GB has no float8 matrix units"),
         (f"--device 'H100 SXM' {MXFP8}", "no kernels .* H100 SXM, only for B200, B300, GB200, GB3"),
         (f"--device L4 --world-size 6 {tp(4)}", "does not divide"),

@@ -78,6 +78,11 @@ GLOO = "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer"
         (dist.DistBackendError("NCCL error"), RankLostError, "^rank 1 has ended; NCCL error"),
         (ValueError("gloo"), RunError, "^ValueError: gloo$"),
         (RuntimeError("shapes differ"), RunError, "^RuntimeError: shapes differ$"),
+        (
+            RuntimeError("\n".join(map(str, range(99)))),
+            RunError,
+            r"^RuntimeError: 0\n(\d\n){9}\.\.\.\n89\n(\d\d\n){8}98$",
+        ),
         (DataError("no text"), DataError, "^no text$"),
     ],
 )

@@ -8,7 +8,6 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import given_keys, load_config
 
 from .parser import Parser, device_count, number, print_answer
@@ -50,7 +49,7 @@ def add_arguments(parser: Parser) -> None:
     answer.add_argument("--operators", action="store_true", help="add FLOPs and time by matmul")
     text = "print the longest sequence that fits when 1, 2, 4, 8 or 16 GPUs share each"
     answer.add_argument("--longest", action="store_true", help=text)
-    text = "price of an hour of one GPU, in any currency: searches add the cost of 10^12 tokens"
+    text = "price of an hour of one GPU, in any currency: adds the cost of the run"
     option("--gpu-hour", type=positive, metavar="X", help=text)
 
 
@@ -63,8 +62,6 @@ def run(options: argparse.Namespace) -> None:
     from torchtitan_lite.planner.search import Beside, Lengths, Space, find_better, make_search
 
     is_search = options.search or options.longest
-    if options.gpu_hour is not None and not is_search:
-        raise ConfigError("--gpu-hour is for --search and --longest; add one of them, or drop it")
     words, world_size = options.overrides, options.world_size
     config = load_config(words, world_size=world_size)
     given = {field: getattr(options, field) for field in (*DATA_SHEET, "node_devices")}
@@ -78,7 +75,8 @@ def run(options: argparse.Namespace) -> None:
         found = make_search(space, gpu_hour=options.gpu_hour)
         print_answer(options, found, format_search(found))
     else:
-        plan = make_plan(config, world_size=world_size, device=device, tps=options.tps)
+        given = {"tps": options.tps, "gpu_hour": options.gpu_hour}
+        plan = make_plan(config, world_size=world_size, device=device, **given)
         plan["better"] = None
         if options.tps is None:
             plan["better"] = find_better(Beside(config, world_size, device), plan)

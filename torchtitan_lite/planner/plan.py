@@ -91,11 +91,16 @@ def tokenizer_values(model: ModelConfig) -> TokenizerValues:
 
 
 def make_plan(
-    config: Config, *, world_size: int, device: DeviceSpec, tps: float | None = None
+    config: Config,
+    *,
+    world_size: int,
+    device: DeviceSpec,
+    tps: float | None = None,
+    gpu_hour: float | None = None,
 ) -> dict[str, Any]:
     """Return the plan as plain values for JSON. `tps` are tokens per second per device that a run
-    reached; None: predicted. Raises ConfigError for what does not fit `world_size` or the device.
-    """
+    reached; None: predicted. `gpu_hour` is the price of a GPU-hour. Raises ConfigError for what
+    does not fit `world_size` or the device."""
     check_planned(config, device)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
@@ -115,7 +120,10 @@ def make_plan(
         )
         in_float8 = build_workload(turned_on, device=device)
 
-    request, schedule = plan_request(work, device), plan_schedule(work, device, tps)
+    request, schedule = (
+        plan_request(work, device),
+        plan_schedule(work, device, tps=tps, gpu_hour=gpu_hour),
+    )
     request["float8_recipe"] = float8.recipe_name if on else None  # even if no linear gains
     schedule |= _plan_rates(schedule["tps"], meta.ledger, device)
     if tps is not None and (mfu := schedule["mfu"]) > 100:
@@ -158,8 +166,15 @@ def plan_request(work: Workload, device: DeviceSpec) -> dict[str, Any]:
     }
 
 
-def plan_schedule(work: Workload, device: DeviceSpec, tps: float | None = None) -> dict[str, Any]:
-    """Return the rate `tps` of a run, by default the predicted one, and the time and cost at it."""
+def plan_schedule(
+    work: Workload,
+    device: DeviceSpec,
+    *,
+    tps: float | None = None,
+    gpu_hour: float | None = None,
+) -> dict[str, Any]:
+    """Return the rate `tps` of a run, by default the predicted one, the time at it, and the cost by
+    the price of a GPU-hour, if that is given."""
     training, world_size = work.job.config.training, work.job.degrees.world_size
     tokens_per_step = work.job.batch.global_batch_size * training.seq_len
     origin, tps_range = "given", None
@@ -181,6 +196,8 @@ def plan_schedule(work: Workload, device: DeviceSpec, tps: float | None = None) 
         "run_gpu_hours": run_hours * world_size,
         "days_per_trillion_tokens": trillion_hours / 24,
         "gpu_hours_per_trillion_tokens": trillion_hours * world_size,
+        "run_cost": gpu_hour and gpu_hour * run_hours * world_size,
+        "cost_per_trillion_tokens": gpu_hour and gpu_hour * trillion_hours * world_size,
     }
 
 

@@ -19,6 +19,7 @@ FALLING = (
     *("step_s", "run_days", "run_gpu_hours"),
     *("days_per_trillion_tokens", "gpu_hours_per_trillion_tokens"),
 )
+COSTS = ("run_cost", "cost_per_trillion_tokens")  # fall with the rate too
 SETTINGS = (
     "{layout}. Activation checkpointing {activation_checkpoint}, fsdp_reshard_after_forward "
     "{fsdp_reshard_after_forward}, attention in PyTorch's {attention_kernel} kernel."
@@ -144,7 +145,8 @@ def _cost(plan: Plan) -> str:
         factors |= {"slow": low, "fast": high}
 
     rows = [["", *factors]]
-    for name in (*RISING, *FALLING):
+    costs = COSTS if schedule["run_cost"] is not None else ()
+    for name in (*RISING, *FALLING, *costs):
         value = schedule[name]
         values = [value and value * (f if name in RISING else 1 / f) for f in factors.values()]
         rows.append([name, *map(_digits, values)])

@@ -264,14 +264,12 @@ def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any
 
 def _describe(work: Workload, space: Space, gpu_hour: float | None) -> dict[str, Any]:
     """Return the layout, rates and memory of `work`, and how it differs from the config."""
-    schedule, step = plan_schedule(work, space.device), work.time(space.device)
-    gpu_hours = schedule["gpu_hours_per_trillion_tokens"]
+    step = work.time(space.device)
     own, settings = flatten(space.config), flatten(work.job.config)
     return {
         **plan_request(work, space.device),
-        **schedule,
+        **plan_schedule(work, space.device, gpu_hour=gpu_hour),
         "waits_pct": 100 * sum(step.waits_s.values()) / step.step_s,
         "reserved_gib": work.reserved_gib,
-        "cost_per_trillion_tokens": gpu_hour and gpu_hour * gpu_hours,
         "changes": {name: value for name, value in settings.items() if value != own[name]},
     }

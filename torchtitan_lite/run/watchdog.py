@@ -50,7 +50,7 @@ GRACE_TICKS = 10  # for a process to end by itself after a rank has failed
 EXTRA_SECONDS = 10  # longer than a collective may take: its failure says more than the thread's
 LOOK_SECONDS = 3.0  # a rank is silent if its heartbeat does not change for this long
 STORE_SECONDS = 2.0  # for the store to answer
-SHOWN_RANKS = 8
+SHOWN_RANKS, SHOWN_LINES = 8, 20
 DISK_ERRORS = DISK_FULL | {errno.EIO, errno.EROFS, errno.ESTALE}
 FAILURE_KEY, HEARTBEAT_KEY = "watchdog/failure", "watchdog/heartbeat/{}"
 
@@ -124,7 +124,10 @@ class Watchdog:
         in_gloo = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
         if isinstance(error, dist.DistError) or in_gloo:
             return self.explain_loss(error)
-        unexpected = RunError(f"{type(error).__name__}: {error}")
+        lines = f"{type(error).__name__}: {error}".splitlines()
+        if len(lines) > SHOWN_LINES:  # a compiler's; the rank's log has all
+            lines[SHOWN_LINES // 2 : -SHOWN_LINES // 2] = ["..."]
+        unexpected = RunError("\n".join(lines))
         unexpected.rank = self._rank
         return unexpected
 

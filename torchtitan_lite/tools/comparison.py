@@ -21,6 +21,9 @@ from torchtitan_lite.config.keys import flat_config, show
 from torchtitan_lite.metrics.records import read_records
 from torchtitan_lite.metrics.summary import curves_line
 
+TOKENIZERS = (
+    "Tokenizers differ: losses of their tokens do not compare, bits per byte do (`evaluate`)."
+)
 COLUMNS = {
     "run": "{}",
     "steps": "{:,.0f}",
@@ -166,5 +169,7 @@ def format_settings(runs: Runs) -> str:
 def format_comparison(runs: Runs, *, last: int) -> str:
     """Format everything that `compare` prints: figures, settings, and how to see the curves."""
     parent = os.path.commonpath([run.folder.parent for run in runs.values()])
-    parts = (format_runs(runs, last=last), format_settings(runs), curves_line(parent))
+    tokenizers = {show(run.settings.get("[model] tokenizer_path")) for run in runs.values()}
+    note = TOKENIZERS if len(tokenizers) > 1 else ""
+    parts = (format_runs(runs, last=last), note, format_settings(runs), curves_line(parent))
     return "\n\n".join(filter(None, parts))
