@@ -49,6 +49,7 @@ SETTINGS = [f"--training.steps={STEPS}", "--checkpoint.interval=3", *VALIDATION]
 TELLS = re.compile(
     r"exit code (?P<exit_code>\d+): (?P<cause>.*)\n(rank: (?P<rank>\d+)\n)?"
     r"(step: (?P<step>\d+)\nlast checkpoint: (?P<last_checkpoint>.*)\n)?"
+    r"(?P<advice>the same command resumes\n)?"
     r"run folder: (?P<run_folder>.*)\nlogs: (?P<logs>.*)\n\Z"
 )
 
@@ -188,6 +189,7 @@ def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
         assert [run.told["cause"]] == reported(folder, "cause")
         assert run.told["cause"] == f"stopped by {by} after step {step}"
         assert run.told["last_checkpoint"] == str(checkpoint(folder, step))
+        assert run.told["advice"]
         open_checkpoint(checkpoint(folder, step), hashes=True)
         assert list(records(folder)) == list(range(1, step + 1))
         return step
