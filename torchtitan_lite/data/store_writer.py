@@ -233,7 +233,7 @@ def hash_ids(store: TokenStore) -> str:
             run = hashlib.sha256()
             for place in range(start, stop, CHUNK_TOKENS):
                 run.update(store.read(place, min(CHUNK_TOKENS, stop - place)).data)
-                bar.update(CHUNK_TOKENS)
+                bar.update(min(CHUNK_TOKENS, stop - place))
             digest.update(f" {stop - start} {run.hexdigest()}".encode())
     return digest.hexdigest()
 

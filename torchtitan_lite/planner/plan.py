@@ -33,10 +33,12 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
     peaks in `metrics` and the fields `given`, unless None, and the usable part of its memory.
 
     Raises ConfigError without a name and a GPU, and for an unknown name unless a bf16 peak,
-    bandwidth_tb_s and memory_gib are given."""
+    bandwidth_tb_s and memory_gib are given, or if its bandwidth is above MOST_TB_S."""
     given = {field: value for field, value in given.items() if value is not None}
     at_hand = name is None and torch.cuda.is_available()
     name = torch.cuda.get_device_name() if at_hand else name
+
+    # A device without a data sheet is described by what is given.
     device, peaks = lookup_device(name or ""), given_peaks(metrics) if metrics else {}
     described = "bf16" in peaks and given.keys() >= {"bandwidth_tb_s", "memory_gib"}
     if device is None and name and described:
@@ -47,9 +49,12 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
             f"--device {problem}; use one of {', '.join(each.name for each in DEVICES)}; plan any "
             "other by --bandwidth (TB/s), --memory (GiB) and --metrics.peak_tflops_bf16 (and _fp8)."
         )
+
     device = replace(device, **given).with_peaks(peaks)
     if device.bandwidth_tb_s > MOST_TB_S:
         raise ConfigError(f"--bandwidth {device.bandwidth_tb_s:g} is in TB/s, at most {MOST_TB_S}.")
+
+    # torch knows the memory of the GPU at hand better than a data sheet does.
     usable_gib = USABLE_MEMORY * device.memory_gib
     if at_hand and "memory_gib" not in given:
         usable_gib = torch.cuda.mem_get_info()[1] / 2**30 - CONTEXT_GIB
