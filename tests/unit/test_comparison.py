@@ -51,9 +51,11 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 def cells(table: str) -> list[list[str]]:
-    """The cells of a Markdown table without its rule."""
+    """The cells of a Markdown table without its rule, a row per run, whichever way it is written."""
     rows = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines() if line[:1] == "|"]
-    return [row for row in rows if not row[0].startswith("--")]
+    rows = [row for row in rows if not row[0].startswith("--")]
+    by_figure = rows[1][0] in ("steps", "[float8] recipe_name")
+    return [list(column) for column in zip(*rows, strict=True)] if by_figure else rows
 
 
 # ----- compare -----
@@ -89,6 +91,14 @@ def test_format_runs(runs: list[Path]) -> None:
         ["bf16", "4", "4,000", "4.5000", "4.7500", *same, "100", "1.00", "40.0 %", "0.9 GiB"],
         ["float8", "6", "6,000", "4.5000", "n/a", *off, "150", "1.50", "20.0 %", "0.9 GiB"],
     ]  # speeds are medians without the first step
+
+
+def test_format_runs_has_a_column_per_run_if_that_is_narrower(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / f"run-{number:02}", [5, 4]) for number in range(25)]
+    for count, first, longest in ((2, "| run  ", 50), (25, "| run    | steps |", 210)):
+        table = format_runs(read_runs(runs[:count]), last=1).split("\n\n")[1]
+        assert table.startswith(first)
+        assert max(map(len, table.splitlines())) <= longest
 
 
 def test_format_runs_has_na_for_unknown_figures(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torchtitan_lite.base.jsonfile import parse_toml, read_toml
 from torchtitan_lite.base.logger import logger
 
 from .keys import KEYS, Key, closest, did_you_mean, show, show_key
-from .torchtitan import CONVERTERS, FOREIGN, MOVED, UNREAD, current_name, find_foreign
+from .torchtitan import CONVERTERS, FOREIGN, INSTEAD, MOVED, UNREAD, current_name, find_foreign
 from .types import expand_user
 
 CONFIG_FILE = "job.config_file"
@@ -194,8 +194,9 @@ def resolve_foreign(settings: Layer) -> list[str]:
         if values is None or show(setting.value) in shown:
             unused.append(name)
         else:
-            fix = f"remove the key, or set it to {' or '.join(shown)[:200]}"
-            problems.append(f"{setting.cite(name)}: is not offered (docs/torchtitan.md); {fix}")
+            hint = INSTEAD.get(find_foreign(name, INSTEAD) or "", "docs/torchtitan.md")
+            other = f", or set it to {' or '.join(shown)[:200]}" if shown else ""
+            problems.append(f"{setting.cite(name)}: is not offered ({hint}); remove the key{other}")
     if unused:
         logger.info(f"no effect here (docs/torchtitan.md): {', '.join(map(show_key, unused))}")
     return problems

@@ -138,23 +138,22 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
 
 
 def format_runs(runs: Runs, *, last: int, columns: Sequence[str] = tuple(COLUMNS)) -> str:
-    """Format the comparison as a Markdown table."""
+    """Format the comparison as a Markdown table: a row per run, or with few runs a column."""
 
     def cell(value: Any, column: str) -> str:
         return "n/a" if value != value else COLUMNS[column].format(value)  # NaN
 
     tokens = equal_tokens(runs)
     rows = [[cell(row[column], column) for column in columns] for row in compare(runs, last=last)]
-    table = format_columns([columns, *rows], right=range(1, len(columns)), markdown=True)
     return (
         f"At {len(tokens):,} equal token counts, the last one {tokens[-1]:,.0f}; "
-        f"final loss: mean of the last {min(last, len(tokens))}.\n\n{table}"
+        f"final loss: mean of the last {min(last, len(tokens))}.\n\n{_format_narrow([columns, *rows])}"
     )
 
 
 def format_settings(runs: Runs) -> str:
-    """Format the settings that differ between runs, as a Markdown table; empty if none do. What a
-    run is called, and where it is, in [job], is left out."""
+    """Format the settings that differ between runs, as a Markdown table; empty if none do. The
+    keys of [job], such as the run's folder, are left out."""
     keys = dict.fromkeys(key for run in runs.values() for key in run.settings)
     columns = {key: [show(run.settings.get(key)) for run in runs.values()] for key in keys}
     differing = {
@@ -163,7 +162,16 @@ def format_settings(runs: Runs) -> str:
         if len(set(column)) > 1 and not key.startswith("[job]")
     }
     rows = zip(runs, *differing.values(), strict=True)
-    return format_columns([["run", *differing], *rows], markdown=True) if differing else ""
+    return _format_narrow([["run", *differing], *rows]) if differing else ""
+
+
+def _format_narrow(rows: Sequence[Sequence[str]]) -> str:
+    """Format the table of `rows`, or the one of its columns if it is narrower."""
+    tables = [
+        format_columns(table, right=range(1, len(table[0])), markdown=True)
+        for table in (rows, list(zip(*rows, strict=True)))
+    ]
+    return min(tables, key=lambda table: table.index("\n"))
 
 
 def format_comparison(runs: Runs, *, last: int) -> str:
