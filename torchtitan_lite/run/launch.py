@@ -183,6 +183,7 @@ class AgentEnd:
     pid: int
     exit_code: int
     signalled: int = 0  # first signal that the launcher received
+    repeated: bool = False  # whether a second one made the launcher kill it
     cause: str = ""
     cause_code: int = 1
     rank: int | None = None  # first of its workers that failed
@@ -222,7 +223,7 @@ def run_agent(
         time.sleep(0.1)
 
     said = json.loads(os.read(failure, 65536) or b"{}")
-    return AgentEnd(agent.pid, agent.returncode, stop.received, **said)
+    return AgentEnd(agent.pid, agent.returncode, stop.received, stop.repeated, **said)
 
 
 def kill(agent: subprocess.Popen[bytes]) -> None:
@@ -266,7 +267,7 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
     if end.signalled and status is None:
         name = signal.Signals(end.signalled).name
         return f"stopped by {name} before the first step", STOPPED_EXIT_CODE, None
-    if end.signalled and end.exit_code == -signal.SIGKILL:  # by this launcher
+    if end.repeated:
         return "stopped by a second Ctrl-C or signal without saving", RankLostError.exit_code, None
     if end.signalled:
         return "killed before it could stop at a step's end", RankLostError.exit_code, None

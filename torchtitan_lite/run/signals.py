@@ -27,6 +27,7 @@ class StopSignal:
 
     def __init__(self, kill: Callable[[], None]) -> None:
         self.received = 0  # number of the first signal that asked to stop; 0 if none has
+        self.repeated = False  # whether a second one has called `kill`
 
         # Python runs a handler between two bytecodes of the main thread, which may wait minutes for
         # a collective. The interpreter's own C handler writes each signal's number to this pipe at
@@ -48,4 +49,5 @@ class StopSignal:
             if not self.received:
                 self.received, received_at = number, time.monotonic()
             elif time.monotonic() - received_at > REPEAT_SECONDS[signal.Signals(number)]:
+                self.repeated = True
                 kill()
