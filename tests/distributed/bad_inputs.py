@@ -155,7 +155,7 @@ a valid file, or these variables.
 ## How a run that failed ends
 
 `run_train.sh` prints the exit code with the cause, the rank if the cause is about one, the step,
-the last checkpoint, the run folder and the logs. `status.json` says the same:
+the last checkpoint, the run folder and the logs. All but the last two are in `status.json` too:
 
     exit code 6: rank 1 was killed by SIGKILL
     rank: 1
@@ -171,9 +171,9 @@ the last checkpoint, the run folder and the logs. `status.json` says the same:
 | 2 | the config, or an environment variable | fix it as the message says |
 | 3 | a tokenizer or training text | fix the data |
 | 4 | a checkpoint | the command `checkpoint verify` lists the intact ones |
-| 5 | loss or gradient not finite for too long | lower `[optimizer] lr`, or load an earlier step |
+| 5 | loss, gradients or weights are not finite | lower `[optimizer] lr`, or load an earlier step |
 | 6 | a rank was killed, hangs or is out of reach | look at its logs and its host |
-| 7 | no space left, or a broken disk | make room, or do as the error says |
+| 7 | no space left, a broken disk, a moved run folder | make room, or do as the error says |
 | 75 | stopped by a signal or the time limit; saved if checkpoints are enabled | start it again |
 
 **Out of GPU memory** (`OutOfMemoryError` in a rank's log, exit code 1): start the run again with

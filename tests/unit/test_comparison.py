@@ -51,7 +51,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 def cells(table: str) -> list[list[str]]:
-    """The cells of a Markdown table without its rule, a row per run, whichever way it is written."""
+    """The cells of a Markdown table without its rule, a row per run in either form."""
     rows = [re.split(r" *\| *", line)[1:-1] for line in table.splitlines() if line[:1] == "|"]
     rows = [row for row in rows if not row[0].startswith("--")]
     by_figure = rows[1][0] in ("steps", "[float8] recipe_name")

@@ -373,7 +373,8 @@ KILLED = AgentEnd(1, 1, cause="rank 9 was killed by SIGKILL", cause_code=6, rank
         (RUNNING, KILLED, (KILLED.cause, 6, 9)),
         (None, KILLED, (KILLED.cause, 6, 9)),
         (RUNNING, AgentEnd(1, 1, SIGINT), ("killed before it could stop at a step's end", 6, None)),
-        (RUNNING, AgentEnd(1, -9, SIGINT), ("killed before it could stop at a step's end", 6, None)),
+        (RUNNING, AgentEnd(1, -9, SIGINT),  # by the system, short of memory
+         ("killed before it could stop at a step's end", 6, None)),
         (RUNNING, AgentEnd(1, -9, SIGINT, repeated=True),
          ("stopped by a second Ctrl-C or signal without saving", 6, None)),
         (None, AgentEnd(1, -9, SIGINT), ("stopped by SIGINT before the first step", 75, None)),

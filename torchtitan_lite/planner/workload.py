@@ -85,17 +85,24 @@ def _slower_linears(
             'linears to keep, such as ["wk", "wv"].'
         )
     # What is recomputed depends on the linears in float8: "auto" compares what bf16 recomputes.
-    # Reductions of scales and gathers in float8 can make all linears faster together, or none.
     roofline = Roofline(device, rates_of(device), job, find_recomputed(job, []))
-    chosen = min(
-        (roofline.choose(linears), linears, ()),
-        key=lambda in_float8: time_step(roofline, linears, in_float8).step_s,
-    )
+    chosen = _fastest(roofline, linears, linears)
     return {
         linear.kind: f"auto: {roofline.ratio(linear, chosen):.2f}x the time of bf16"
         for linear in linears
         if linear not in chosen
     }
+
+
+def _fastest(
+    roofline: Roofline, linears: Sequence[LinearChoice], in_float8: Sequence[LinearChoice]
+) -> Sequence[LinearChoice]:
+    """Return which of `in_float8` make a step with `linears` the fastest: those that gain, all, or
+    none. Reductions of scales and gathers in float8 can make all faster together, or none."""
+    return min(
+        (roofline.choose(in_float8), in_float8, ()),
+        key=lambda chosen: time_step(roofline, linears, chosen).step_s,
+    )
 
 
 @dataclass(frozen=True)
@@ -137,7 +144,7 @@ class Gain:
 def predict_gain(work: Workload, device: DeviceSpec) -> Gain:
     """Predict what float8 gains over bf16."""
     roofline, in_float8 = work.roofline(device), work.converted
-    chosen = roofline.choose(in_float8)
+    chosen = _fastest(roofline, work.choices, in_float8)
     return Gain(
         recipe=work.job.config.float8.recipe_name,
         bf16=time_step(roofline, work.choices, []),

@@ -145,9 +145,10 @@ def format_runs(runs: Runs, *, last: int, columns: Sequence[str] = tuple(COLUMNS
 
     tokens = equal_tokens(runs)
     rows = [[cell(row[column], column) for column in columns] for row in compare(runs, last=last)]
+    table = _format_narrow([columns, *rows])
     return (
         f"At {len(tokens):,} equal token counts, the last one {tokens[-1]:,.0f}; "
-        f"final loss: mean of the last {min(last, len(tokens))}.\n\n{_format_narrow([columns, *rows])}"
+        f"final loss: mean of the last {min(last, len(tokens))}.\n\n{table}"
     )
 
 
