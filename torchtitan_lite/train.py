@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
 
 from torchtitan_lite.base.collectives import on_rank0
 from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RunError
@@ -49,7 +49,7 @@ from torchtitan_lite.training.trainer import Trainer
 
 def run(config: Config) -> int:
     """Train with `config` in this process. Return the exit code."""
-    folder = RunFolder(Path(config.job.dump_folder))
+    folder = RunFolder(Path(config.job.dump_folder), own_names(config).values())
     watchdog = Watchdog(report=folder.fail)
     watchdog.timeout_s = config.comm.init_timeout_seconds
     try:
@@ -89,8 +89,6 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
 
     # Lock the run folder, and find the checkpoint to continue from.
     resume = open_folder(config, folder)
-    if device.type == "cuda" and config.comm.trace_buf_size:
-        traces.mkdir(parents=True, exist_ok=True)
     logger.info(f"run folder: {folder.path}")
     if (minutes := config.job.max_minutes) is not None:
         watchdog.deadline = folder.started + 60 * minutes
@@ -98,7 +96,6 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
 
     # Derive the job, the single source of truth from here on.
     job, tokenizer = prepare_job(config, device=device, resume=resume)
-    on_rank0(lambda: folder.write_config(job.config.to_toml()))
     if config.job.description:
         logger.info(config.job.description)
     if config.job.print_config:
@@ -108,6 +105,8 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
     trainer = Trainer(
         job, tokenizer, device=device, run_folder=own_folder, resume=resume, watchdog=watchdog
     )
+    if device.type == "cuda" and config.comm.trace_buf_size:
+        traces.mkdir(parents=True, exist_ok=True)
     stopped_by = trainer.train()
     finish(trainer, stopped_by=stopped_by)
     return stopped_by
@@ -126,20 +125,14 @@ def start_facts(config: Config) -> dict[str, str]:
 
 
 def open_folder(config: Config, folder: RunFolder) -> Resume | None:
-    """Lock the run folder; if nothing in it is resumed, move an earlier run aside. Return the
-    checkpoint to go on from. A collective call.
+    """Lock the run folder. Return the checkpoint in it to go on from. A collective call.
 
-    Raises ConfigError, and changes nothing, if the folder holds files that no run wrote."""
-    checkpoint, checkpoints = config.checkpoint, folder.path / config.checkpoint.folder
-
-    # After a restart by torchrun, ignore load_step: the first attempt has loaded that step.
-    if on_rank0(folder.lock):
+    Raises ConfigError if the folder holds files that no run wrote."""
+    checkpoint = config.checkpoint
+    restarted, folder.started = on_rank0(lambda: (folder.lock(), folder.started))
+    if restarted:  # by torchrun: the first attempt has loaded load_step
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
-    resume = find_resume(checkpoint, folder=checkpoints)
-    resumes = resume is not None and resume.path.parent == checkpoints
-    names = own_names(config).values()
-    folder.started = on_rank0(lambda: folder.begin(resumes=resumes, names=names))
-    return resume
+    return find_resume(checkpoint, folder=folder.path / checkpoint.folder)
 
 
 def finish(trainer: Trainer, *, stopped_by: str | None) -> None:
@@ -207,6 +200,7 @@ def main() -> None:
     except RunError as error:
         # At info level only LOG_RANK's ranks print it: most ranks have the same error.
         logger.info(f"error:\n{error}")
+        get_error_handler().record_exception(error)  # for the agent's report
         exit_code = error.exit_code
     end_process(exit_code)
 

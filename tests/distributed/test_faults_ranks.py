@@ -213,9 +213,12 @@ def test_a_signal_anywhere_stops_all_ranks_at_one_step_and_loses_nothing(
     assert_same_run(folder, straight)
 
 
-def test_a_run_whose_launcher_is_killed_stops_and_saves(half_done: Path) -> None:
-    kill = fault("send", "forward 8", 0, number=SIGKILL, to="run_train.sh")
-    process = start_run(half_done, *SETTINGS, faults=[kill])
+@pytest.mark.parametrize("numbers", [(SIGKILL,), (SIGTERM, SIGKILL)])
+def test_a_run_whose_launcher_is_killed_stops_and_saves(
+    half_done: Path, numbers: tuple[int, ...]
+) -> None:
+    signals = [fault("send", "forward 8", 0, number=n, to="run_train.sh") for n in numbers]
+    process = start_run(half_done, *SETTINGS, faults=signals)
     process.communicate(timeout=SECONDS)
     assert none_lives(half_done)
     assert reported(half_done, "state", "exit_code") == ["stopped", 75]

@@ -6,8 +6,13 @@ import time
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ErrorHandler,
+    ProcessFailure,
+)
 
-from torchtitan_lite.base.errors import ConfigError, RankLostError
+from torchtitan_lite.base.errors import ConfigError, DataError, RankLostError
 from torchtitan_lite.run.agent import describe, open_store
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,3 +56,26 @@ def test_a_node_0_that_does_not_answer_is_named_in_time(accepts):
     told = describe(error.value)
     assert re.match(r"RDZV_ENDPOINT=127.*init_timeout_seconds = 1; .*NODE_RANK=0", told["cause"])
     assert told["cause_code"] == 6
+
+
+# ----- describe -----
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "told"),
+    [
+        (DataError("no text: fix it"), 3, {"cause": "no text: fix it", "rank": None}),
+        (KeyError("x"), 1, {"cause": "KeyError: 'x'", "rank": 2}),
+        (None, 3, {"cause": "rank 2 ended with exit code 3", "rank": 2}),
+    ],
+)
+def test_describe_names_the_error_that_a_rank_recorded(
+    error, exit_code, told, tmp_path, monkeypatch
+):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    if error is not None:
+        ErrorHandler().record_exception(error)
+    failure = ProcessFailure(local_rank=2, pid=1, exitcode=exit_code, error_file=str(file))
+    found = describe(ChildFailedError("train", {2: failure}))
+    assert found == told | {"cause_code": exit_code}

@@ -258,6 +258,7 @@ def test_a_bad_variable_is_named(name, values, rule):
         ({"NNODES": "2"}, "NNODES=2 NODE_RANK= RDZV_ENDPOINT=:"),
         ({"NNODES": "2", "NODE_RANK": "1"}, "NNODES=2 NODE_RANK=1 RDZV_ENDPOINT=:"),
         ({"NODE_RANK": "0"}, "NNODES= NODE_RANK=0 RDZV_ENDPOINT=:"),
+        ({"RDZV_ENDPOINT": "a:1"}, "NNODES= NODE_RANK= RDZV_ENDPOINT=a:1:"),
         ({"NODE_RANK": "1", "RDZV_ENDPOINT": "a:1"}, "NNODES= NODE_RANK=1 RDZV_ENDPOINT=a:1:"),
     ],
 )
@@ -265,6 +266,8 @@ def test_only_some_of_the_variables_of_nodes_are_named_with_the_others(env, show
     with pytest.raises(ConfigError, match=f"^{shown} .*; set all three"):
         asked(**env)
     assert asked(NNODES="1", NODE_RANK="0").nnodes == 1  # as clusters set them for one node
+    with pytest.raises(ConfigError, match="^NODE_RANK=1 must be below NNODES=1"):
+        asked(NNODES="1", NODE_RANK="1")
 
 
 def test_a_dry_run_of_torchtitan_is_refused():
@@ -394,7 +397,7 @@ def begun(path: Path) -> RunFolder:
     """The folder of a run whose agent is this process's parent, and that has a checkpoint."""
     folder = RunFolder(path)
     folder.lock()
-    folder.begin(resumes=False, names=())
+    folder.begin(resumes=False, config="")
     folder.update(step=7, last_checkpoint="a/step-00000005")
     folder.close()
     return folder

@@ -50,9 +50,12 @@ def test_states_on_the_cpu_beside_gpus_are_not_refused():
 # ----- prepare_job -----
 
 
-def test_a_run_whose_states_fit_no_rank_is_refused_at_its_start(monkeypatch):
+def test_what_this_device_cannot_do_is_refused_at_the_start(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setattr(prepare, "total_memory_gib", lambda device, sharing: 24.0)
     with pytest.raises(ConfigError, match=r"119\.7 GiB of each rank, which has 24\.0; use more"):
         prepare_job(config_of(seq_len=64), device=torch.device("cpu"))
+    profiling = {"profiling": {"enable_memory_snapshot": True}}
+    with pytest.raises(ConfigError, match=r"\[profiling\] enable_memory_snapshot = true .* on CPU"):
+        prepare_job(Config.model_validate(profiling), device=torch.device("cpu"))

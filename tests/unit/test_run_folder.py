@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.io_wrapper import (
 )
 
 from torchtitan_lite.base.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     RankLostError,
@@ -34,14 +35,14 @@ WRITTEN = ["checkpoint", "config.toml", "metrics.jsonl", "status.json"]
 
 
 def locked(path: Path) -> RunFolder:
-    folder = RunFolder(path)
+    folder = RunFolder(path, NAMES)
     folder.lock()
     return folder
 
 
 def open_folder(path: Path, *, resume: bool = False) -> RunFolder:
     folder = locked(path)
-    folder.begin(resumes=resume, names=NAMES)
+    folder.begin(resumes=resume, config=CONFIG)
     return folder
 
 
@@ -64,7 +65,6 @@ def names(path: Path) -> list[str]:
 def leave_a_run(path: Path, *, started: float = STARTED) -> None:
     """Leave the files of a finished run that started at a fixed time."""
     folder = open_folder(path)
-    folder.write_config(CONFIG)
     (path / "checkpoint" / "step-00000001").mkdir(parents=True)
     (path / "metrics.jsonl").write_text("{}\n")
     folder.update(step=1, state="done", exit_code=0)
@@ -76,7 +76,7 @@ def no_space(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-# ----- RunFolder: update, fail, write_config -----
+# ----- RunFolder: update, fail, begin -----
 
 
 def test_the_status_has_the_progress_and_the_outcome(tmp_path):
@@ -122,14 +122,32 @@ def test_the_first_cause_stays_whichever_rank_reports_it(tmp_path):
     assert status_on_file(tmp_path) == first
 
 
-def test_a_refused_run_keeps_the_progress_of_the_one_before(tmp_path):
-    folder = open_folder(tmp_path)
-    progress = {"step": 20, "loss": 2.5, "tps": 900.0, "mfu": 40.0, "last_checkpoint": "step-20"}
-    folder.update(**progress, state="done", exit_code=0)
-    folder.close()
+def test_a_refused_start_changes_nothing_of_the_run_before(tmp_path):
+    leave_a_run(tmp_path)
+    before = contents(tmp_path), status_on_file(tmp_path)
     locked(tmp_path).fail(DataError("no text"), step=0)
-    keys = ("state", "cause", "exit_code", *progress)
-    assert on_file(tmp_path, *keys) == ["failed", "no text", 3, *progress.values()]
+    assert (contents(tmp_path), status_on_file(tmp_path)) == before
+
+
+def test_a_refused_start_in_a_new_folder_is_reported(tmp_path):
+    locked(tmp_path).fail(DataError("no text"), step=0)
+    assert on_file(tmp_path, "state", "cause", "exit_code") == ["failed", "no text", 3]
+
+
+def test_a_restarted_attempt_that_is_refused_is_reported(tmp_path, monkeypatch):
+    folder = open_folder(tmp_path)
+    folder.fail(RankLostError("rank 1 was lost"), step=4)
+    folder.close()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    locked(tmp_path).fail(CheckpointError("damaged"), step=0)
+    assert on_file(tmp_path, "state", "cause", "exit_code") == ["failed", "damaged", 4]
+
+
+def test_a_stop_before_the_first_step_is_no_failure(tmp_path):
+    stopped = RankLostError("stopped by SIGINT before the first step")
+    stopped.exit_code = 75
+    open_folder(tmp_path).fail(stopped, step=0)
+    assert on_file(tmp_path, "state", "exit_code") == ["stopped", 75]
 
 
 @pytest.mark.parametrize("how", ["moved", "deleted", "taken"])
@@ -151,14 +169,15 @@ def test_a_run_notices_that_its_folder_has_gone(tmp_path, how):
     assert path.exists() == (how == "taken") and contents(path) == before
 
 
-def test_write_config_replaces_the_file_whole(tmp_path, monkeypatch):
-    folder = open_folder(tmp_path)
-    folder.write_config("a = 1\n")
+def test_begin_replaces_the_config_whole(tmp_path, monkeypatch):
+    open_folder(tmp_path).close()
+    folder = locked(tmp_path)
+    monkeypatch.setattr(run_folder, "write_status", lambda *_: None)
     monkeypatch.setattr(os, "fsync", no_space)
     message = r'\[job\] dump_folder = ".*" cannot be written: .*No space left on device'
     with pytest.raises(StorageError, match=message):
-        folder.write_config("a = 2\n")
-    assert (tmp_path / "config.toml").read_text() == "a = 1\n"
+        folder.begin(resumes=True, config="steps = 2\n")
+    assert (tmp_path / "config.toml").read_text() == CONFIG
 
 
 def test_on_a_full_disk_an_end_that_fits_is_written_over_the_old_status(tmp_path, monkeypatch):
@@ -216,7 +235,8 @@ def test_an_earlier_run_moves_aside_and_other_files_stay(tmp_path):
     for started in (STARTED, STARTED + 60):
         leave_a_run(tmp_path, started=started)
     open_folder(tmp_path)
-    assert names(tmp_path) == [".lock", "logs", "notes.txt", "previous", "status.json"]
+    kept = ["logs", "notes.txt", "previous"]
+    assert names(tmp_path) == [".lock", "config.toml", *kept, "status.json"]
     assert names(tmp_path / "previous") == [time_name(STARTED), time_name(STARTED + 60)]
     for earlier in (tmp_path / "previous").iterdir():
         assert names(earlier) == WRITTEN
@@ -247,11 +267,13 @@ def contents(path: Path) -> dict[str, str | None]:
 def refuse(path: Path, match: str, *, resume: bool = False) -> None:
     """Begin a run, which must be refused and must change nothing."""
     before, had_status = contents(path), (path / "status.json").exists()
-    folder = locked(path)
+    folder = RunFolder(path, NAMES)
     with pytest.raises(ConfigError, match=match) as caught:
-        folder.begin(resumes=resume, names=NAMES)
+        folder.lock()
+        folder.begin(resumes=resume, config=CONFIG)
     folder.fail(caught.value, step=0)
-    folder.close()
+    if read_status(path) is not None:
+        folder.close()
     assert contents(path) == before
     assert (path / "status.json").exists() == had_status
 
@@ -341,8 +363,7 @@ def test_a_kill_at_any_first_write_leaves_a_folder_that_starts_again(tmp_path, m
                 patch.setattr(Path, name, change(getattr(Path, name)))
             patch.setattr(os, "fsync", change(os.fsync))
             with suppress(Killed):
-                folder.begin(resumes=False, names=NAMES)
-                folder.write_config(CONFIG)
+                folder.begin(resumes=False, config=CONFIG)
         folder.close()
         open_folder(path).close()
         moved = [each.relative_to(each.parents[1]).parts[1] for each in path.glob("previous/*/*")]
@@ -384,7 +405,7 @@ def test_the_lock_goes_with_its_process(tmp_path):
         "import os, sys; from pathlib import Path\n"
         "from torchtitan_lite.run.run_folder import RunFolder\n"
         "folder = RunFolder(Path(sys.argv[1])); folder.lock()\n"
-        "folder.begin(resumes=False, names=()); os.kill(os.getpid(), 9)"
+        "folder.begin(resumes=False, config=''); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, tmp_path]).returncode == -9
     assert status_on_file(tmp_path)["state"] == "running"

@@ -26,6 +26,7 @@ from torchtitan_lite.config import (
     CompileConfig,
     Config,
     JobConfig,
+    own_names,
 )
 from torchtitan_lite.run.run_folder import RunFolder, Status, write_status
 from torchtitan_lite.train import join_and_train, open_folder, start_facts
@@ -41,7 +42,7 @@ def test_start_facts_has_the_numbers_of_nodes_and_processes(monkeypatch):
 
 @pytest.mark.parametrize("given", [None, "/elsewhere/rank_"])
 def test_join_and_train_lets_nccl_write_traces_into_the_run_folder_by_default(
-    given, monkeypatch, tmp_path
+    given, monkeypatch, tmp_path, world
 ):
     name = "TORCH_FR_DUMP_TEMP_FILE"
     monkeypatch.setenv(name, given) if given else monkeypatch.delenv(name, raising=False)
@@ -50,7 +51,9 @@ def test_join_and_train_lets_nccl_write_traces_into_the_run_folder_by_default(
         monkeypatch.setattr(train, each, lambda facts: None)
     monkeypatch.setattr(train, "init_distributed", lambda comm: torch.device("cuda"))
     monkeypatch.setattr(train, "open_folder", lambda config, folder: None)
-    monkeypatch.setattr(train, "prepare_job", lambda config, **_: 1 / 0)
+    monkeypatch.setattr(train, "prepare_job", lambda config, **_: (Mock(config=config), None))
+    failing = Mock(train=lambda: 1 / 0)
+    monkeypatch.setattr(train, "Trainer", lambda *_, **__: failing)
     comm = CommConfig(save_traces_folder="nccl/traces", save_traces_file_prefix="of_")
     dog: Any = None
     with pytest.raises(ZeroDivisionError):
@@ -151,11 +154,11 @@ def opened_step(path: Path, **checkpoint: Any) -> int:
         job=JobConfig(dump_folder=str(path)),
         checkpoint=CheckpointConfig(enable=True, **checkpoint),
     )
-    folder = RunFolder(path)
-    try:
-        resume = open_folder(config, folder)
-    finally:
-        folder.close()
+    folder = RunFolder(path, own_names(config).values())
+    resume = open_folder(config, folder)
+    resumes = resume is not None and resume.path.parent == path / "checkpoint"
+    folder.begin(resumes=resumes, config="")
+    folder.close()
     return 0 if resume is None else resume.manifest.progress.step
 
 
@@ -167,9 +170,15 @@ def test_a_folder_that_no_run_wrote_is_left_alone(world, tmp_path):
     (tmp_path / "config.toml").write_text("mine")
     with pytest.raises(ConfigError, match=r"holds config\.toml, and no valid status\.json"):
         opened_step(tmp_path)
+    assert names(tmp_path) == [".lock", "config.toml"]
+
+
+def test_a_refused_start_moves_no_earlier_run(world, tmp_path):
+    write_checkpoint(tmp_path / "checkpoint", 20)
+    write_status(tmp_path, Status("done", 1.0, 2.0))
     with pytest.raises(CheckpointError, match="load_step = 7: .* no checkpoint of that step"):
         opened_step(tmp_path, load_step=7)
-    assert names(tmp_path) == [".lock", "config.toml"]
+    assert names(tmp_path) == [".lock", "checkpoint", "status.json"]
 
 
 def test_a_run_that_goes_on_from_another_run_moves_an_earlier_one_aside(world, tmp_path):

@@ -196,21 +196,19 @@ def ended(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("own", "joined", "end"),
+    ("own", "step", "end"),
     [
-        ({}, False, None),
-        (STOPPED, False, "75 stopped by a signal before the ranks joined$"),
-        (STOPPED | ORPHAN, True, None),  # the ranks save
-        (ORPHAN, True, "6 torchrun, .*, is gone$"),
-        ({"timeout_s": 0.1}, True, f"6 rank 0 .*: rank 1 is silent; last seen {SEEN}$"),
+        ({}, 0, None),
+        (STOPPED, 0, "75 stopped by SIGTERM before the first step$"),
+        (STOPPED | ORPHAN, 1, None),  # the ranks save
+        (ORPHAN, 0, "6 torchrun, .*, is gone$"),
+        ({"timeout_s": 0.1}, 1, f"6 rank 0 .*: rank 1 is silent; last seen {SEEN}$"),
     ],
 )
-def test_a_process_ends_when_torchrun_or_another_rank_is_gone(
-    own, joined, end, served, ended, monkeypatch
-):
-    monkeypatch.setattr(dist, "is_initialized", lambda: joined)
+def test_a_process_ends_when_torchrun_or_another_rank_is_gone(own, step, end, served, ended):
     post([BEAT], at=1.0)
     dog = Watchdog(report=print)
+    dog.at(step, "data")
     vars(dog).update(own)
     dog._judging.join(0.3 if end is None else 40)
     dog.close()

@@ -37,6 +37,11 @@ def prepare_job(
         saved, dp = resume.manifest.config, mesh.get("dp_replicate", 1) * mesh.get("dp_shard", 1)
         config = keep_batch(config, saved=saved, saved_dp=dp, world_size=world_size)
     on_all_ranks(lambda: check_writers_installed(config.metrics))
+    if config.profiling.enable_memory_snapshot and device.type != "cuda":
+        raise ConfigError(
+            "[profiling] enable_memory_snapshot = true records CUDA memory, and this run is on "
+            "CPU; set it to false."
+        )
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer.values)
 

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 import ctypes
 import json
 import secrets
+import traceback
 from concurrent import futures
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -154,14 +155,16 @@ def main() -> None:
     spare_compilers()
 
     # torch shows the workers' stderr on sys.stderr. Its loggers keep the stream of its import.
-    with os.fdopen(spec["terminal"], "w", buffering=1) as terminal, redirect_stderr(terminal):
-        try:
-            run_workers(spec)
-        except (ChildFailedError, RunError) as error:
-            os.write(spec["failure"], json.dumps(describe(error)).encode())
-            if isinstance(error, RunError):
-                os._exit(1)  # a thread may wait for node 0 for ever
-            raise
+    try:
+        with os.fdopen(spec["terminal"], "w", buffering=1) as terminal, redirect_stderr(terminal):
+            try:
+                run_workers(spec)
+            except (ChildFailedError, RunError) as error:
+                os.write(spec["failure"], json.dumps(describe(error)).encode())
+                raise
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)  # a thread may wait for ever, for node 0 or, after a second signal, for workers
 
 
 def describe(error: ChildFailedError | RunError) -> dict[str, Any]:
@@ -170,8 +173,13 @@ def describe(error: ChildFailedError | RunError) -> dict[str, Any]:
         return {"cause": str(error), "cause_code": error.exit_code}
     rank, failure = error.get_first_failure()
     if failure.exitcode > 0:
-        cause = f"rank {rank} ended with exit code {failure.exitcode}"
-        return {"cause": cause, "cause_code": failure.exitcode, "rank": rank}
+        ended = {"cause_code": failure.exitcode, "rank": rank}
+        if not isinstance(failure.message, dict):  # the rank has recorded no error
+            return ended | {"cause": f"rank {rank} ended with exit code {failure.exitcode}"}
+        said = failure.message["message"]
+        if failure.exitcode == RunError.exit_code:  # an unexpected error of this rank
+            return ended | {"cause": said}
+        return ended | {"cause": said.partition(": ")[2], "rank": None}  # of a RunError's class
     killed = f"rank {rank} was killed by {failure.signal_name()}"
     print(killed, file=sys.stderr)  # other ranks, which only miss it, may report it first
     return {"cause": killed, "cause_code": RankLostError.exit_code, "rank": rank}

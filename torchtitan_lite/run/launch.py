@@ -72,15 +72,14 @@ class Launch:
 
         self.nnodes = read_count(env, "NNODES", 1, minimum=1)
         nodes = {name: env.get(name, "") for name in ("NNODES", "NODE_RANK", "RDZV_ENDPOINT")}
-        several = self.nnodes > 1 or (nodes["NODE_RANK"] and not nodes["NNODES"])
-        if several and "" in nodes.values():
+        named = nodes["NODE_RANK"] or nodes["RDZV_ENDPOINT"]
+        if (self.nnodes > 1 or (named and not nodes["NNODES"])) and "" in nodes.values():
             raise ConfigError(
                 f"{' '.join(map('='.join, nodes.items()))}: several nodes need their number, this "
                 "one's from 0, and host:port of node 0; set all three, or for one node none"
             )
-        self.node_rank, self.endpoint = 0, ""
+        self.node_rank, self.endpoint = read_count(env, "NODE_RANK", 0, minimum=0), ""
         if self.nnodes > 1:
-            self.node_rank = read_count(env, "NODE_RANK", "", minimum=0)
             self.endpoint = env.get("RDZV_ENDPOINT", "")
             port = self.endpoint.rpartition(":")[2]
             if not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", self.endpoint) or not 0 < int(port) < 65536:

@@ -2,7 +2,7 @@
 
 Whose a folder is, its status.json alone decides. A run writes it before any other file, and a later
 run moves it last. Without one nothing in the folder is moved or replaced; and a run to which it
-does not belong any more writes nothing.
+does not belong any more writes nothing. Until a start begins, it changes nothing of an earlier run.
 """
 
 import fcntl
@@ -17,7 +17,14 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError, StorageError, kind_of
+from torchtitan_lite.base.errors import (
+    STOPPED_EXIT_CODE,
+    ConfigError,
+    RankLostError,
+    RunError,
+    StorageError,
+    kind_of,
+)
 from torchtitan_lite.base.files import DISK_FULL, lock_file, replace_file, storage_fix
 from torchtitan_lite.base.jsonfile import Count, read_regular, strict_json
 from torchtitan_lite.base.logger import logger
@@ -110,10 +117,11 @@ def explained(path: Path) -> Iterator[None]:
 
 class RunFolder:
     """A run's folder in one of its processes. Rank 0 calls `lock` and `begin`; the other ranks set
-    `started` to rank 0's."""
+    `started` to rank 0's. `names` are of what the config names in it, beside RUN_FILES."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, names: Iterable[str] = ()) -> None:
         self.path = path
+        self._names = (*names, *sorted(RUN_FILES - STAYS - {STATUS_FILE}), STATUS_FILE)
         self.started = time.time()  # of a restarted run, of its first attempt
         self._lock: int | None = None  # descriptor, on rank 0
         self._begun = False
@@ -122,12 +130,19 @@ class RunFolder:
         """Create the folder if needed, and lock it until `close` or the end of this process. Return
         whether torchrun has restarted this run.
 
-        Raises ConfigError if it cannot be a run folder or another run holds it, StorageError if the
-        disk fails, and the previous attempt's error if that was final."""
+        Raises ConfigError if it cannot be a run folder, has files that no run wrote, or another run
+        holds it, StorageError if the disk fails, and the previous attempt's error if that was
+        final."""
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = take_lock(self.path)
-        earlier = read_status(self.path)
+            earlier = read_status(self.path)
+            if earlier is None and (found := _occupied(self.path, self._names)):
+                self.close()
+                raise ConfigError(
+                    f'[job] dump_folder = "{self.path}" holds {", ".join(found)}, and no valid '
+                    f"{STATUS_FILE} of a run; move that elsewhere, or name another folder."
+                )
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if not restarted or earlier is None or earlier.job != job_name(os.getppid()):
             return False
@@ -140,27 +155,20 @@ class RunFolder:
         self.started = earlier.started
         return True
 
-    def begin(self, *, resumes: bool, names: Iterable[str]) -> float:
-        """Set the status to "running". Return when the run started.
+    def begin(self, *, resumes: bool, config: str) -> None:
+        """Set the status to "running", and write `config` into config.toml.
 
-        A new run moves an earlier run's RUN_FILES and `names`, of what the config names, to
-        previous/<its start time>/, status.json last. Other files, empty folders and links to empty
-        folders stay. A run that resumes moves nothing, and keeps the progress of the status.
-        Raises ConfigError if there are files that no run wrote or that cannot move, StorageError if
-        the disk fails."""
+        A new run moves an earlier run's files to previous/<its start time>/, status.json last.
+        Other files, empty folders and links to empty folders stay. A run that resumes moves
+        nothing, and keeps the progress of the status. Raises ConfigError if there are files that
+        cannot move, StorageError if the disk fails."""
         before = read_status(self.path)
-        others = sorted(RUN_FILES - STAYS - {STATUS_FILE})
         with explained(self.path):
-            found = _occupied(self.path, [*names, *others, STATUS_FILE])
-            if before is None and found:
-                raise ConfigError(
-                    f'[job] dump_folder = "{self.path}" holds {", ".join(found)}, and no valid '
-                    f"{STATUS_FILE} of a run; move that elsewhere, or name another folder."
-                )
             if before is not None and not resumes:
+                found = _occupied(self.path, self._names)
                 _move_to_previous(self.path, found, started=before.started)
-        self._begin(before if resumes else None)
-        return self.started
+            self._begin(before if resumes else None)
+            replace_file(self.path / "config.toml", config)
 
     def _begin(self, before: Status | None) -> None:
         """Set the status to "running", with the progress of the run `before`."""
@@ -181,11 +189,6 @@ class RunFolder:
                 "has ended."
             )
 
-    def write_config(self, text: str) -> None:
-        """Replace config.toml by `text`."""
-        with explained(self.path):
-            replace_file(self.path / "config.toml", text)
-
     def update(self, *, step: int, **changes: Any) -> None:
         """Change status.json, unless the run has ended: the first cause stays. Raises StorageError
         if the folder belongs to another run or the disk fails."""
@@ -202,15 +205,17 @@ class RunFolder:
                 os.close(folder)
 
     def fail(self, error: RunError, step: int) -> None:
-        """Write into status.json that the run failed in `step` (0: before the first one). Any rank
-        may call it. Where no run has been yet, one that has not begun writes nothing."""
+        """Write into status.json that the run failed in `step` (0: before the first one), or that a
+        signal stopped it. Any rank may call it. It leaves an earlier run's status alone."""
         with suppress(RunError):  # a full disk: the reported error matters more
             before = read_status(self.path)
-            if self._lock is not None and not self._begun and before is not None:
+            is_own = before is None or before.started == self.started
+            if self._lock is not None and not self._begun and is_own:
                 self._begin(before)
             cause = f"{error}\n{error.paste}".strip()
             ended = {"cause": cause, "exit_code": error.exit_code, "rank": error.rank}
-            self.update(step=step, state="failed", **ended)
+            state = "stopped" if error.exit_code == STOPPED_EXIT_CODE else "failed"
+            self.update(step=step, state=state, **ended)
 
     def close(self) -> None:
         """Release the lock, which this process must have."""

@@ -10,7 +10,7 @@ and looks at the others. The store may never answer, so another thread decides:
 | a rank, in a collective | the collective fails, at once or by its time-out: `explain_loss` |
 | a rank, while others wait outside of collectives | the rank before it calls `fail` |
 | a rank that has called `fail` | this process has 10 s to end by itself; then as for torchrun |
-| a signal asks to stop before all ranks have joined | the thread, with exit code 75 |
+| a signal asks to stop before the first step of this start | the thread, with exit code 75 |
 
 `explain_loss` kills a silent rank on the same host: a stopped process acts on no other signal, and
 torchrun would wait for it. The threads count ticks, not seconds, so that a job that is suspended as
@@ -187,9 +187,10 @@ class Watchdog:
         """End this process once it cannot go on. Never waits for the store."""
         failed_ticks = 0
         while not self._closed.is_set():
-            if self.stop_signal.received:
-                if not dist.is_initialized():
-                    self._end("stopped by a signal before the ranks joined", STOPPED_EXIT_CODE)
+            if number := self.stop_signal.received:
+                if self.step == 0:  # nothing to save: text may be tokenized for hours
+                    name = signal.Signals(number).name
+                    self._end(f"stopped by {name} before the first step", STOPPED_EXIT_CODE)
             elif os.getppid() != self._torchrun:
                 self._end("torchrun, which had started this process, is gone")
             elif self._silent_ticks > MAX_SILENT_TICKS:
@@ -229,7 +230,9 @@ class Watchdog:
         threading.Timer(5, os._exit, (exit_code,)).start()
         try:
             logger.warning(f"error:\n{cause}")
-            self._report(RankLostError(cause), self.step)
+            error = RankLostError(cause)
+            error.exit_code = exit_code
+            self._report(error, self.step)
         finally:
             os._exit(exit_code)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.config import ProfilingConfig
 
@@ -24,20 +23,13 @@ class Profiler:
         *,
         run_folder: Path,
         rank: int,
-        device: torch.device,
         done_steps: int,
         outside_step: Callable[..., AbstractContextManager[None]],
     ) -> None:
-        """Writing takes place within `outside_step("profiling", step=...)`. Raises ConfigError for
-        memory snapshots without CUDA."""
+        """Writing takes place within `outside_step("profiling", step=...)`."""
         self._profiling, self._run_folder, self._rank = profiling, run_folder, rank
         self._freq, self._done_steps = profiling.profile_freq, done_steps
         self._outside_step = outside_step
-        if profiling.enable_memory_snapshot and device.type != "cuda":
-            raise ConfigError(
-                "[profiling] enable_memory_snapshot = true records CUDA memory, and this run "
-                "is on CPU; set it to false."
-            )
 
         # In each period the last steps are traced, some before them warm up, the others wait.
         self._trace: torch.profiler.profile | None = None

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -54,8 +55,9 @@ class Trainer:
         resume: Resume | None,
         watchdog: Watchdog,
     ) -> None:
-        """Build the parts of `job` and load the checkpoint `resume`, if any. `run_folder` is None
-        on all ranks but 0. A collective call."""
+        """Build the parts of `job` and load the checkpoint `resume`, if any. Begin the run in
+        `run_folder`, which is None on all ranks but 0, once nothing can be refused any more. A
+        collective call."""
         self.job, self.config = job, job.config
         self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
         self.groups = Groups(job.degrees, device_type=device.type)
@@ -81,6 +83,11 @@ class Trainer:
         self.guard = UpdateGuard(
             self.config.training, progress, device=device, group=self.groups.replicas
         )
+
+        # Until here nothing in the run folder has changed.
+        resumes = resume is not None and resume.path.parent == self.checkpointer.folder
+        begins = partial(RunFolder.begin, resumes=resumes, config=self.config.to_toml())
+        on_rank0(lambda: None if run_folder is None else begins(run_folder))
 
         # Measurements, and what runs the model under them.
         self.metrics = build_metrics(
@@ -112,7 +119,6 @@ class Trainer:
                 profiling,
                 run_folder=job.folder,
                 rank=dist.get_rank(),
-                device=self.device,
                 done_steps=self.step,
                 outside_step=self.metrics.outside_step,
             )
