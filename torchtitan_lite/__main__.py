@@ -13,7 +13,7 @@ if (
 import re
 import signal
 
-from torchtitan_lite.base.errors import run_script
+from torchtitan_lite.base.errors import open_standard_streams, run_script
 from torchtitan_lite.base.logger import init_logger
 from torchtitan_lite.cli import run_command
 
@@ -25,6 +25,7 @@ OF_A_JOB = re.compile(
 
 def main() -> None:
     """Run the words of the command line, and exit with the exit code."""
+    open_standard_streams()
     if sys.argv[1:2] != ["train"]:
         # A command is one process, also in a pod or under torchrun, which set these for a job.
         for name in filter(OF_A_JOB.fullmatch, list(os.environ)):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sample_records import NO_RECORDS, RECORD
 
@@ -65,6 +66,15 @@ def test_compare_does_not_interpolate(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a", [5, 9, 4], tokens=[2000, 3000, 4000])
     b = make_run(tmp_path / "b", [6, 5], tokens=[2000, 4000])
     assert [run["final loss"] for run in compare(read_runs([a, b]), last=2)] == [4.5, 5.5]
+
+
+@pytest.mark.filterwarnings("error")
+def test_compare_with_a_run_whose_figures_are_0(tmp_path: Path) -> None:
+    none = make_run(tmp_path / "a", [0, 0, 0], grad_norm=[0, 0, 0], tps=[0, 0, 0])
+    runs = read_runs([none, make_run(tmp_path / "b", [5, 5, 5])])
+    same, other = compare(runs, last=2)
+    assert np.isnan([same["to first"], same["times first"], same["grad norm at most off"]]).all()
+    assert np.isinf([other["to first"], other["times first"], other["loss at most off"]]).all()
 
 
 def test_compare_refuses_runs_without_equal_tokens(runs: list[Path], tmp_path: Path) -> None:
@@ -137,12 +147,26 @@ def test_format_comparison_says_that_tokenizers_differ(runs: list[Path]) -> None
     assert note not in format_comparison(read_runs(runs), last=2)
 
 
-def test_format_comparison_of_runs_without_a_config(runs: list[Path]) -> None:
+def test_tokenizers_are_compared_by_where_their_paths_lead(runs: list[Path], tmp_path) -> None:
+    (tmp_path / "link").symlink_to("other.model")
+    for run, tokenizer in zip(runs, ("x/../other.model", "link"), strict=True):
+        path = os.path.relpath(tmp_path / tokenizer)
+        (run / "config.toml").write_text(f'[model]\ntokenizer_path = "{path}"\n')
+    assert "Tokenizers" not in format_comparison(read_runs(runs), last=2)
+
+
+def test_a_run_without_a_config_has_no_settings_to_compare(runs: list[Path], tmp_path) -> None:
     write_config(runs[0], recipe="bf16", seed=0)
+    with (runs[0] / "config.toml").open("a") as file:
+        file.write('[model]\ntokenizer_path = "other.model"\n')
     parts = format_comparison(read_runs(runs), last=2).split("\n\n")
     assert parts[:2] == format_runs(read_runs(runs), last=2).split("\n\n")
-    rows = [["bf16", '"bf16"', "10", "0"], ["float8", "unset", "unset", "unset"]]
-    assert cells(parts[2])[1:] == rows
+    assert len(parts) == 3 and parts[2].startswith("curves: ")
+
+    runs.append(make_run(tmp_path / "third", [5, 4]))
+    write_config(runs[2], recipe="bf16", seed=1)
+    parts = format_comparison(read_runs(runs), last=2).split("\n\n")
+    assert [row[0] for row in cells(parts[-2])[1:]] == ["bf16", "third"]
 
 
 # ----- read_runs -----
@@ -214,10 +238,14 @@ def test_a_path_that_is_no_run_is_refused_without_waiting(runs, tmp_path, kind) 
         read_runs([*runs, path.parent])
 
 
-@pytest.mark.parametrize("chosen", [[], [0, 1, 0]])
-def test_different_runs_are_needed(runs: list[Path], chosen: list[int]) -> None:
-    with pytest.raises(ConfigError, match=r"needs different runs, and got: (none|\S+bf16)"):
-        read_runs([runs[index] for index in chosen])
+@pytest.mark.parametrize("chosen", ["", "bf16 float8 bf16", "bf16 x/../bf16", "link bf16"])
+def test_different_runs_are_needed(runs: list[Path], chosen: str, monkeypatch) -> None:
+    monkeypatch.chdir(runs[0].parent)
+    Path("x").mkdir()
+    Path("link").symlink_to("bf16")
+    given = chosen.replace(" ", ", ") or "none"
+    with pytest.raises(ConfigError, match=rf"needs different runs, and got: {given}\.$"):
+        read_runs([Path(name) for name in chosen.split()])
 
 
 # ----- compare, the command -----

@@ -226,7 +226,18 @@ def test_a_store_that_was_moved_is_logged(notices):
     assert notices.messages == []
     check_same_data(before, before | {"store 1 name": "b"}, **resumed)
     (message,) = notices.messages
-    assert "at sample 12: store 1 name: a -> b" in message
+    assert message.startswith("the same tokens under another name since step 3; ")
+    assert message.endswith("at sample 12: store 1 name: a -> b")
+
+
+def test_validation_that_takes_windows_away_is_refused_with_another_way(opened):
+    before = data_of()[0].corpus.identity()
+    way = "--validation.dataset_path FILE --validation.steps -1"
+    with pytest.raises(DataError, match=f"store 1 held out: 0 -> 5. .* of its own .*: {way}$"):
+        data_of(before, validation=ValidationConfig(enable=True, steps=5))
+    own = ValidationConfig(enable=True, dataset_path="b", steps=-1)
+    _, validation = data_of(before, validation=own)
+    assert validation is not None
 
 
 # ----- log_data -----

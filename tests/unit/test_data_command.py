@@ -47,6 +47,8 @@ def test_from_text_to_a_store_and_to_damage(tmp_path, corpus):
 @pytest.mark.parametrize(("words", "exit_code", "message"), [
     ("make nowhere store", 3, "nowhere: does not exist"),
     ("make corpus.jsonl store --skip-bad 99", 3, "line 100: "),
+    ("make corpus.jsonl store --skip-bad all", 3, "holds 0 documents"),
+    ("make corpus.jsonl store --skip-bad some", 2, "--skip-bad: some must be a whole number"),
     ("make corpus.jsonl corpus.jsonl/store", 7, "corpus.jsonl/store"),
     ("make corpus.jsonl store --tokenizer nowhere", 3, "nowhere"),
     ("make corpus.jsonl store --max-tokens 0", 2, "--max-tokens: 0 must be a whole number from 1"),

@@ -197,6 +197,12 @@ def test_errors(words, error, message, folder, tmp_path):
         run_command(["generate", *(word.format(hf=folder, small=tmp_path) for word in words)])
 
 
+def test_an_evaluation_names_its_own_option(folder, tmp_path):
+    message = r'^evaluate --data = ".*/nothing": .*/nothing: does not exist; name a folder'
+    with pytest.raises(DataError, match=message):
+        run_command(["evaluate", str(folder), "--data", str(tmp_path / "nothing")])
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_weights_that_give_no_numbers_are_an_error(temperature, tmp_path):
     llama = save_hf(FAMILIES["Llama 3"], tmp_path)

@@ -1,9 +1,11 @@
 """The state of runs, as `torchtitan-lite status` reports it from their folders."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -104,6 +106,19 @@ def test_a_folder_without_a_valid_status_is_refused(tmp_path: Path) -> None:
             find_runs(tmp_path)
     with pytest.raises(ConfigError, match="none is no folder; name a run's, "):
         find_runs(tmp_path / "none")
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error_of_its_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=PermissionError(13, "denied")))
+    with pytest.raises(PermissionError, match="denied"):
+        find_runs(tmp_path)
+
+
+def test_a_run_that_links_lead_to_is_found_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "loop/r", RUNNING)
+    (tmp_path / "loop/again").symlink_to(".")
+    (tmp_path / "loop/up").symlink_to("..")
+    assert list(find_runs(tmp_path / "loop")) == [run]
 
 
 def test_the_command(tmp_path, capsys) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import json
 import subprocess
 import sys
 
@@ -25,7 +26,7 @@ def test_clean_escapes_what_controls_a_terminal():
     assert clean(HOSTILE) == CLEAN and clean(CLEAN) == CLEAN
 
 
-# ----- run_script -----
+# ----- run_script, open_standard_streams -----
 
 
 @pytest.mark.parametrize(
@@ -59,10 +60,32 @@ def test_run_script_prints_letters_that_the_terminal_lacks_and_survives_without_
 def test_run_script_gives_the_numbers_of_closed_streams_to_no_file():
     opens = "os.system('echo && echo >&2') or os.open(os.devnull, os.O_RDONLY)"
     code = (
-        f"import os; from torchtitan_lite.base import errors; errors.run_script(lambda _: {opens})"
+        "import os; from torchtitan_lite.base import errors; errors.open_standard_streams();"
+        f"errors.run_script(lambda _: {opens})"
     )
     closed = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code]
     assert subprocess.run(closed).returncode == 3
+
+
+def test_run_script_says_what_to_do_about_a_file(capfd):
+    error = PermissionError(errno.EACCES, "Permission denied", "x/metrics.jsonl")
+    with pytest.raises(SystemExit, match="^2$"):
+        run_script(lambda _: raises(error))
+    message = "[Errno 13] Permission denied: 'x/metrics.jsonl'; fix its permissions.\n"
+    assert capfd.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [("status nosuch --json", 2), ("plan --job.config_file llama3_8b --device H100_SXM --json", 0)],
+)
+def test_errors_and_the_log_stay_out_of_an_answer_if_standard_error_is_closed(words, code):
+    words = [word.replace("_SXM", " SXM") for word in words.split()]
+    program = [sys.executable, "-m", "torchtitan_lite", *words]
+    closed = ["bash", "-c", '"$@" 2>&-', "bash", *program]
+    ended = subprocess.run(closed, stdout=subprocess.PIPE)
+    assert ended.returncode == code
+    assert ended.stdout == b"" if code else json.loads(ended.stdout)["request"]
 
 
 # ----- init_logger, ConsoleWriter, say: other ways to a terminal -----

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from torchtitan_lite.base.errors import DataError
+from torchtitan_lite.base.errors import ConfigError, DataError, StorageError
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.data.train_tokenizer import train_tokenizer
@@ -37,35 +37,39 @@ def test_a_very_long_line_is_trained_on(tmp_path):
 
 
 @pytest.mark.parametrize(("vocab_size", "message"), [
-    (5000, r"too high \(5000\). Please set it to a value <= \d+"),
-    (100, r"100 vs \d+"),
-    (-4, r"vocab_size.* > \(0\)"),
-    (2**31, r"cannot parse \"2147483648\" as int"),
+    (5000, "must be at most 339 for this text"),
+    (100, "must be at least 286 for this text"),
 ])  # fmt: skip
 def test_impossible_vocabulary(tmp_path, vocab_size, message):
-    start = f"SIZE = {vocab_size} does not suit this text: "
-    with pytest.raises(DataError, match=f"{start}.*{message}"):
+    with pytest.raises(DataError, match=f"^SIZE = {vocab_size} {message}"):
         train_tokenizer(TEXTS, vocab_size=vocab_size, output=tmp_path / "m")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "\n\n\n", "\0\n"])
+def test_text_without_a_character_is_refused(text, tmp_path):
+    with pytest.raises(DataError, match="^SOURCE holds no text, only blank lines; name another$"):
+        train_tokenizer([text, "\n"], vocab_size=300, output=tmp_path / "m")
 
 
 def test_output_is_not_overwritten_unasked_and_must_be_writable(tmp_path):
     output = tmp_path / "m"
     output.write_bytes(b"mine")
-    with pytest.raises(DataError, match=r"OUTPUT = .* exists; .* --force"):
+    with pytest.raises(ConfigError, match=r"OUTPUT = .* exists; .* --force"):
         train_tokenizer(TEXTS, vocab_size=300, output=output)
     assert output.read_bytes() == b"mine"
     train_tokenizer(TEXTS, vocab_size=300, output=output, overwrite=True)
     assert build_tokenizer(str(output)).vocab_size == 300
     message = "OUTPUT = .*/m/m cannot be written: .*/m is no folder"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ConfigError, match=message):
         train_tokenizer(iter(()), vocab_size=300, output=output / "m")  # before any text is read
 
 
 def test_a_full_disk_leaves_the_tokenizer_that_is_there(tmp_path, monkeypatch):
     (tmp_path / "m").write_bytes(b"mine")
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(DataError, match="OUTPUT = .* cannot be written: No space left on device"):
+    message = "OUTPUT = .* cannot be written: No space left on device; make room, or name another"
+    with pytest.raises(StorageError, match=message):
         train_tokenizer(TEXTS, vocab_size=300, output=tmp_path / "m", overwrite=True)
     assert (tmp_path / "m").read_bytes() == b"mine"
 
@@ -100,7 +104,7 @@ def test_model_from_rows(rows, tmp_path, capfd):
     printed = f"{output}: 280 ids, {output.stat().st_size} bytes\n"
     assert capfd.readouterr() == (printed, "")
     assert build_tokenizer(str(output)).vocab_size == 280
-    with pytest.raises(DataError, match="exists"):
+    with pytest.raises(ConfigError, match="exists"):
         run(*arguments)
     run(*arguments, "--force")
 
@@ -112,7 +116,7 @@ def test_the_standard_library_with_2256_ids(tmp_path):
 
 @pytest.mark.parametrize(("source", "words", "message"), [
     ("missing", "280", "/missing: does not exist; name a folder, or a file of"),
-    ("", "9999 --text-field body", "SIZE = 9999 does not suit this text: "),
+    ("", "9999 --text-field body", "SIZE = 9999 must be at most "),
     ("", "280", r"rows.jsonl, line 1: no field \"text\" among \['body'\]"),
 ])  # fmt: skip
 def test_errors_are_one_line(rows, tmp_path, capfd, source, words, message):
@@ -120,3 +124,33 @@ def test_errors_are_one_line(rows, tmp_path, capfd, source, words, message):
         run(source or rows, tmp_path / "t.model", *words.split())
     assert "\n" not in str(raised.value)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("size", ["3", "-5", "1e3", "2147483648"])
+def test_a_size_is_a_whole_number(rows, tmp_path, size):
+    message = f"SIZE: {size} must be a whole number from 4 to 2147483647"
+    with pytest.raises(ConfigError, match=message):
+        run(rows, tmp_path / "t.model", size)
+
+
+@pytest.mark.parametrize("source", [".", "rows.jsonl", "../link", "../texts/../link/rows.jsonl"])
+@pytest.mark.parametrize("output", ["rows.jsonl", "../link/rows.jsonl", "../rows.model"])
+def test_the_source_is_not_overwritten(source, output, tmp_path, monkeypatch):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "rows.jsonl").write_text(text := '{"text": "one text and another"}\n')
+    (tmp_path / "link").symlink_to(texts)
+    (tmp_path / "rows.model").symlink_to("texts/rows.jsonl")
+    monkeypatch.chdir(texts)
+    with pytest.raises(ConfigError, match="OUTPUT = .* would be text of SOURCE = .* name another"):
+        run(source, output, 280, "--force")
+    assert (texts / "rows.jsonl").read_text() == text
+
+
+def test_a_tokenizer_beside_its_text_has_a_name_that_is_not_read(rows, tmp_path):
+    with pytest.raises(ConfigError, match=r"OUTPUT = .*/t\.txt would be text of SOURCE"):
+        run(tmp_path, tmp_path / "t.txt", 280, "--text-field", "body")
+    for words in ((), ("--force",)):
+        run(tmp_path, tmp_path / "t.model", 280, "--text-field", "body", *words)
+        run(rows, tmp_path / "beside.txt", 280, "--text-field", "body", *words)
+        (tmp_path / "beside.txt").unlink()

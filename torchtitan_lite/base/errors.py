@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 
+from .files import storage_fix
 from .terminal import cleaned
 
 STOPPED_EXIT_CODE = 75
@@ -72,9 +73,8 @@ def kind_of(error: OSError) -> type[RunError]:
 def run_script(main: Callable[[list[str]], int | None]) -> None:
     """Call `main` with the arguments of the command line, and exit with the code that it returns.
 
-    What is printed is cleaned, and goes nowhere if its stream is closed. A RunError, and an OSError
-    of a file or of standard output, is one line. Ctrl-C exits with 130."""
-    _open_standard_streams()
+    What is printed is cleaned. A RunError, and an OSError of a file or of standard output, is one
+    line. Ctrl-C exits with 130."""
     with redirect_stdout(cleaned(sys.stdout)), redirect_stderr(cleaned(sys.stderr)):
         try:
             code = main(sys.argv[1:])
@@ -89,7 +89,7 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
             code = RunError.exit_code
             if isinstance(error, OSError) and error.errno is not None:
                 code = kind_of(error).exit_code
-                print(f"{error}; make room, fix the path or name another.", file=sys.stderr)
+                print(f"{error}; {storage_fix(error)}.", file=sys.stderr)
                 # The interpreter flushes standard output once more at exit.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             else:
@@ -97,9 +97,11 @@ def run_script(main: Callable[[list[str]], int | None]) -> None:
     sys.exit(code)
 
 
-def _open_standard_streams() -> None:
+def open_standard_streams() -> None:
     """Open the null device for closed standard streams: a file or socket that took the number of
-    one would be lost to a child, or take what that prints."""
+    one would be lost to a child, or take what that prints. Errors would go to standard output."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

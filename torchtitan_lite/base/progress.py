@@ -23,6 +23,6 @@ def progress(what: str, total: int | None, *, unit: str = "B", shown: bool = Tru
     work, one has it `shown`."""
     style: dict = {"file": SimpleNamespace(write=_log), "mininterval": 10.0, "ncols": 0}
     if os.isatty(2):  # the stream of the commands would escape the bar's carriage returns
-        style = {"file": sys.__stderr__, "ncols": (os.get_terminal_size(2).columns or 80) - 1}
+        style = {"file": sys.__stderr__, "ncols": max(os.get_terminal_size(2)[0] or 80, 2) - 1}
     style |= {"unit": unit, "unit_scale": unit == "B", "leave": False, "delay": 5.0, "miniters": 1}
     return tqdm(desc=clean(what), total=total, disable=not shown, **style)

@@ -2,13 +2,16 @@
 
 from collections.abc import Collection, Sequence
 
+from .terminal import clean
+
 
 def format_columns(
     rows: Sequence[Sequence[str]], *, right: Collection[int] = (), markdown: bool = False
 ) -> str:
     """Format `rows` of cells, headings first, as lines with columns of equal width: those whose
     index is in `right` are aligned to the right. `markdown` adds the bars and the rule of a table.
-    """
+    Cells are cleaned, since that changes their width."""
+    rows = [[clean(cell.replace("\n", " ").expandtabs()) for cell in row] for row in rows]
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
     aligned = [

@@ -11,7 +11,7 @@ Exit codes: 3 for missing or broken data, 7 if the disk fails.
 """
 
 import argparse
-from functools import partial
+import sys
 from pathlib import Path
 
 from torchtitan_lite.base.errors import DataError, StorageError
@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--tokenizer", type=path_text, default="", help=text)
     text = "field of .jsonl, .json and Hugging Face rows with the text (text)"
     make.add_argument("--text-field", default="text", help=text)
-    text = "bad rows to leave out before giving up (0)"
-    make.add_argument("--skip-bad", type=partial(number, least=0), default=0, help=text)
+    text = "bad rows to leave out before giving up, or all (0)"
+    make.add_argument("--skip-bad", type=bad_rows, default=0, metavar="N", help=text)
     text = "end with the document that reaches so many (all)"
     make.add_argument("--max-tokens", type=number, help=text)
     make.add_argument("--hf-name", help="configuration of a Hugging Face dataset")
@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     verify = commands.add_parser("verify", help="read a whole store and list what is broken")
     verify.add_argument("store", type=Path, help="folder of the store")
+
+
+def bad_rows(text: str) -> float:
+    """Return how many bad rows to leave out: an argparse type."""
+    return sys.maxsize if text == "all" else number(text, least=0)
 
 
 def make(args: argparse.Namespace) -> None:

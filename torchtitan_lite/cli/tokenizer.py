@@ -4,12 +4,14 @@ The model shipped with the package: torchtitan-lite tokenizer pystdlib FILE 2256
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.train_tokenizer import train_tokenizer
 
-from .parser import path_text
+from .parser import number, path_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,15 +19,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "a folder, a file, hf:DATASET, or pystdlib: see data --help"
     parser.add_argument("source", type=path_text, metavar="SOURCE", help=text)
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="model file to write")
-    parser.add_argument("size", type=int, metavar="SIZE", help="number of ids")
+    size = partial(number, least=4, most=2**31 - 1)
+    parser.add_argument("size", type=size, metavar="SIZE", help="number of ids")
     text = "field of rows that holds the text (default: text)"
     parser.add_argument("--text-field", default="text", help=text)
     parser.add_argument("--force", action="store_true", help="overwrite the output")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train the tokenizer."""
+    """Train the tokenizer. Raises RunError."""
     source = open_source(args.source, text_field=args.text_field)
     output, size = args.output, args.size
+    if source.reads(output):
+        problem = f"would be text of SOURCE = {args.source}; name another, such as x.model"
+        raise ConfigError(f"OUTPUT = {output} {problem}")
     train_tokenizer(source.documents(), vocab_size=size, output=output, overwrite=args.force)
     print(f"{output}: {size} ids, {output.stat().st_size} bytes")

@@ -43,7 +43,9 @@ def build_corpora(
     held_out = mixture.counts(validated).tolist()
     if validation.enable and (validation.dataset or validation.dataset_path):
         own = shape | {"seq_len": validation.seq_len or training.seq_len}
-        other, validated = build_validation_corpus(training, validation, tokenizer, **own)
+        path, dataset = validation.dataset_path, validation.dataset or training.dataset
+        store = open_data("[validation]", path, training.text_field, tokenizer, dataset=dataset)
+        other, validated = build_validation_corpus(training, validation, store, **own)
         fingerprint = other.stores["validation"].fingerprint
         held_out = [
             validated if store.fingerprint == fingerprint else 0 for store in stores.values()
@@ -63,12 +65,10 @@ def build_corpora(
 
 
 def build_validation_corpus(
-    training: TrainingConfig, validation: ValidationConfig, tokenizer: Tokenizer, **shape: int
+    training: TrainingConfig, validation: ValidationConfig, store: TokenStore, **shape: int
 ) -> tuple[Corpus, int]:
-    """Return the data of [validation] and the number of samples to validate on. `shape` is for the
-    Corpus. A collective call."""
-    path, dataset = validation.dataset_path, validation.dataset or training.dataset
-    store = open_data("[validation]", path, training.text_field, tokenizer, dataset=dataset)
+    """Return the data of [validation], which is `store`, and the number of samples to validate on.
+    `shape` is for the Corpus. A collective call."""
     own = {"validation": store}
     check_same_tokens(own)
     validated = validation.steps * (validation.local_batch_size or training.local_batch_size)
@@ -173,13 +173,16 @@ def check_same_data(
     changes = "; ".join(
         f"{key}: {before.get(key, 'none')} -> {now.get(key, 'none')}" for key in changed
     )
-    if allow_change or all(key.endswith(" name") for key in changed):
-        logger.info(f"new data since step {step}; going on at sample {samples:,}: {changes}")
+    is_same = all(key.endswith(" name") for key in changed)
+    if allow_change or is_same:
+        what = "the same tokens under another name" if is_same else "new data"
+        logger.info(f"{what} since step {step}; going on at sample {samples:,}: {changes}")
         return
     raise DataError(
         f"[training] allow_data_change = false, and the data is not what step {step} was trained "
         f"on: {changes}. Undo that, or set it to true, to go on at sample {samples:,} of the new "
-        "order; windows newly held out may have been trained on"
+        "order; windows newly held out may have been trained on, and validation data of its own "
+        "holds none out: --validation.dataset_path FILE --validation.steps -1"
     )
 
 

@@ -200,7 +200,7 @@ class UnfinishedStore:
                     if skipped_rows > self.skip_bad:
                         raise DataError(
                             f"{row.place}: {row.problem}; fix the row, or make a store with "
-                            f"torchtitan-lite data make --skip-bad {skipped_rows} or more"
+                            "torchtitan-lite data make --skip-bad all"
                         )
                     logger.warning(f"skipped: {row.place}: {row.problem}")
                 for ids in encoded:

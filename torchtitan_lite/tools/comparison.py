@@ -63,8 +63,9 @@ def read_runs(paths: Sequence[Path]) -> Runs:
     """Read the runs at `paths`, run folders or their metrics.jsonl, each named after its folder and
     the parents in which they differ. Raises ConfigError, also for no run and for one twice."""
     folders = [(path.parent if path.is_file() else path).absolute() for path in paths]
-    if len(set(folders)) < max(len(folders), 1):
-        raise ConfigError(f"a comparison needs different runs, and got: {paths or 'none'}.")
+    if len(set(map(os.path.realpath, folders))) < max(len(folders), 1):
+        given = ", ".join(map(str, paths)) or "none"
+        raise ConfigError(f"a comparison needs different runs, and got: {given}.")
     parent = os.path.commonpath([folder.parent for folder in folders])
     return {str(folder.relative_to(parent)): _read_run(folder) for folder in folders}
 
@@ -100,6 +101,7 @@ def equal_tokens(runs: Runs) -> NDArray[np.float64]:
     return equal
 
 
+@np.errstate(all="ignore")  # a figure of the first run may be 0
 def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
     """Return each run's values of COLUMNS; NaN if unknown. A final loss is the mean of the `last`
     steps at equal tokens, a median is over the last half of them; speeds omit the first step."""
@@ -154,15 +156,16 @@ def format_runs(runs: Runs, *, last: int, columns: Sequence[str] = tuple(COLUMNS
 
 def format_settings(runs: Runs) -> str:
     """Format the settings that differ between runs, as a Markdown table; empty if none do. The
-    keys of [job], such as the run's folder, are left out."""
-    keys = dict.fromkeys(key for run in runs.values() for key in run.settings)
-    columns = {key: [show(run.settings.get(key)) for run in runs.values()] for key in keys}
+    keys of [job], such as the run's folder, and runs without settings are left out."""
+    known = {name: run.settings for name, run in runs.items() if run.settings}
+    keys = dict.fromkeys(key for settings in known.values() for key in settings)
+    columns = {key: [show(settings.get(key)) for settings in known.values()] for key in keys}
     differing = {
         key: column
         for key, column in columns.items()
         if len(set(column)) > 1 and not key.startswith("[job]")
     }
-    rows = zip(runs, *differing.values(), strict=True)
+    rows = zip(known, *differing.values(), strict=True)
     return _format_narrow([["run", *differing], *rows]) if differing else ""
 
 
@@ -178,7 +181,8 @@ def _format_narrow(rows: Sequence[Sequence[str]]) -> str:
 def format_comparison(runs: Runs, *, last: int) -> str:
     """Format everything that `compare` prints: figures, settings, and how to see the curves."""
     parent = os.path.commonpath([run.folder.parent for run in runs.values()])
-    tokenizers = {show(run.settings.get("[model] tokenizer_path")) for run in runs.values()}
+    paths = [run.settings.get("[model] tokenizer_path") for run in runs.values() if run.settings]
+    tokenizers = {path and os.path.realpath(str(path)) for path in paths}
     note = TOKENIZERS if len(tokenizers) > 1 else ""
     parts = (format_runs(runs, last=last), note, format_settings(runs), curves_line(parent))
     return "\n\n".join(filter(None, parts))

@@ -16,7 +16,7 @@ from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
 from torchtitan_lite.checkpoint.hf_folder import HfReader, model_settings
 from torchtitan_lite.checkpoint.manifest import read_manifest
 from torchtitan_lite.config import load_config
-from torchtitan_lite.data.corpus import build_validation_corpus
+from torchtitan_lite.data.corpus import build_validation_corpus, open_data
 from torchtitan_lite.data.dataloader import ValidationBatches
 from torchtitan_lite.models.loss import IGNORED
 from torchtitan_lite.parallel.mesh import build_mesh, init_alone, set_determinism
@@ -52,7 +52,8 @@ def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, 
     # Its text and its model.
     training, seq_len = config.training, config.training.seq_len
     shape = {"vocab_size": job.model_args.vocab_size, "seq_len": seq_len, "seed": 0}
-    corpus, samples = build_validation_corpus(training, config.validation, tokenizer, **shape)
+    store = open_data("evaluate", data, training.text_field, tokenizer, key="--data")
+    corpus, samples = build_validation_corpus(training, config.validation, store, **shape)
     fits = max(1, 2**18 // seq_len)  # the config of a checkpoint may ask for any batch size
     size = min(training.local_batch_size, samples, fits)
     batches = ValidationBatches(corpus, size, samples=samples, dp_rank=0, dp_degree=1)

@@ -17,15 +17,19 @@ COLUMNS = ("run", "state", "step", "loss", "tps", "mfu", "time left", "updated")
 
 def find_runs(folder: Path) -> dict[Path, Status]:
     """Return the run in `folder`, or the runs up to three levels below, without earlier ones in
-    previous/, the last to report first. Raises ConfigError if there is none."""
+    previous/, the last to report first; of paths to one run, the shortest. Raises ConfigError if
+    there is none, and OSError for a folder that cannot be listed."""
     if (status := read_status(folder)) is not None:
         return {folder: status}
     patterns = ("*/" * level + STATUS_FILE for level in (1, 2, 3))
     below = [file.parent for pattern in patterns for file in folder.glob(pattern)]
     own = [path for path in below if "previous" not in path.relative_to(folder).parts]
-    found = {path: status for path in own if (status := read_status(path)) is not None}
+    once = {os.path.realpath(path): path for path in reversed(own)}.values()
+    found = {path: status for path in once if (status := read_status(path)) is not None}
     if not found:
         problem = "has no run in it" if folder.is_dir() else "is no folder"
+        if folder.is_dir():
+            os.scandir(f"{folder}/.").close()  # glob finds nothing in a folder it may not read
         raise ConfigError(f"{folder} {problem}; name a run's, which has a valid status.json.")
     return dict(sorted(found.items(), key=lambda item: -item[1].time))
 
