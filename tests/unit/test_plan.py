@@ -274,6 +274,7 @@ LAYOUTS = {
         "--parallelism.enable_async_tensor_parallel",
     ),
     "host": ("debug_model",),
+    "amd": ("llama3_8b", "--device=MI300X"),
 }
 
 
@@ -338,6 +339,7 @@ def test_the_command_plans_by_measured_rates(tmp_path):
         ("llama3_8b_float8", mode("full"), "--float8.filter_fqns=wk"),
         ("llama3_8b", "--training.global_batch_size=16"),
         ("llama3_8b_float8", "--parallelism.pipeline_parallel_degree=2", RESHARD_DEFAULT),
+        ("llama3_8b_float8", "--device=MI300X"),
     ],
 )
 def test_operators_add_up_to_the_model_and_the_step(words):

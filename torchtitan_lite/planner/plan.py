@@ -185,7 +185,7 @@ def plan_schedule(
     origin, tps_range = "given", None
     if tps is None:
         origin, tps = "predicted", tokens_per_step / world_size / work.time(device).step_s
-        tps_range = [tps * each for each in work.rate_range(device)]
+        tps_range = [tps * each for each in work.rate_range]
 
     # Hours of this run and of 10^12 tokens, on all devices.
     run_tokens = training.steps * tokens_per_step
@@ -237,7 +237,8 @@ def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
     # How often a step of the rank that computes longest passes all blocks, and the output.
     step = work.time(device).compute_s
     blocks = step["attention"] / roofline.attention_s()
-    heads = work.job.batch.grad_accum_steps if step["output and loss"] else 0
+    heads = work.job.batch.grad_accum_steps if step["output and loss"] else 0.0
+    heads *= roofline.rates.in_training
     return [
         asdict(choice)
         | {
