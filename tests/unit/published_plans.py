@@ -347,10 +347,10 @@ by the two numbers in the last column, which hold the middle 80 % of the publish
 batch, count for no range of rates: the last table has them.
 
 - The planner predicts {fast} of the {plain} rates of plain layouts too fast.
-- The rates of the {fitted} runs on MI300X are in no row above. They set a constant, the time of AMD's
-  kernels in training over their time alone (`in_training`), and are {fitted_ends} off with it. They
-  are of one machine, and no other run tests the constant. A plan's range there is that of plain
-  layouts.
+- The rates of the {fitted} runs on MI300X are in no row above. They set a constant, the time of
+  AMD's kernels in training over their time alone (`in_training`), and are {fitted_ends} off with
+  it. They are of one machine, and no other run tests the constant. A plan's range there is that of
+  plain layouts.
 - The planner never says that float8 helps where it cost a published run more than 5 %, and never
   says that it hurts where a run gained more than 5 %.
 - Many runs are alike: they are releases of one framework, or the same machine twice.

@@ -35,6 +35,7 @@ NO_GATHER = (
     "--float8.enable_fsdp_float8_all_gather=false",
     "--float8.precompute_float8_dynamic_scale_for_fsdp=false",
 )
+FIGURES = ("--metrics.peak_tflops_bf16=989", "--bandwidth=3.35", "--memory=80")
 ALL_SEVEN = {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
 PARAMETERS = 8_030_261_248
 """Of 8B."""
@@ -493,10 +494,27 @@ def test_a_plan_ends_with_a_layout_beside_it_that_fits_or_is_clearly_faster():
     large = plan(*words, mode("none"), tp(1))
     assert not large["memory"]["fits"] and large["better"]["changes"]
     assert "Another layout is predicted to fit; --search tries more." in text_of(large)
-    assert text_of(plan("llama3_8b", "--world-size", "1")).endswith("layouts that fit.")
     good = text_of(plan("llama3_8b_float8"))
     assert "--search" not in good
     assert f"Of the memory on a data sheet {100 * USABLE_MEMORY:g} % can be used." in good
+
+
+def test_a_plan_that_does_not_fit_ends_with_what_would():
+    # One GPU cannot hold the weights and moments; a search can only try if it can.
+    one = ("llama3_8b", "--world-size", "1")
+    assert text_of(plan(*one)).endswith(" Use 2 GPUs (--world-size 2).")
+    long = plan("llama3_8b", "--world-size=2", "--training.seq_len=65536")
+    assert text_of(long).endswith(" Use 4 GPUs (--world-size 4), or try --search.")
+    found = plan(*one, "--training.local_batch_size=4096")
+    assert text_of(found).endswith(" Try --search for layouts that fit.")
+    given = plan("llama3_8b_float8", "--training.seq_len=32768", mode("none"), "--tps=900")
+    assert given["memory"]["would_fit"] == 8
+    assert text_of(given).endswith(" Try --search for layouts that fit.")
+
+
+def test_the_report_says_where_the_host_bounds_both_steps():
+    said = "bound by the host (a guess, the same for bf16 and float8): the speedup says little"
+    assert said in text_of(plan("debug_model")) and said not in text_of(plan("llama3_8b_float8"))
 
 
 def test_the_report_names_every_section_and_the_verdict(capsys):
@@ -556,9 +574,8 @@ def test_the_gpu_at_hand_is_planned_for(monkeypatch):
 
 
 def test_a_gpu_without_a_data_sheet_is_planned_by_its_figures():
-    peaks = ["--metrics.peak_tflops_bf16=989", "--metrics.peak_tflops_fp8=1979"]
-    figures = [*peaks, "--bandwidth=3.35", "--memory=80"]
-    known, found = plan(*FLOAT8_8B), plan(*FLOAT8_8B, *figures, device="Q100")
+    peak = "--metrics.peak_tflops_fp8=1979"
+    known, found = plan(*FLOAT8_8B), plan(*FLOAT8_8B, *FIGURES, peak, device="Q100")
     for name in ("model", "flops_per_token", "memory", "schedule"):
         assert found[name] == known[name]
     said = "No data sheet of the Q100 is known"
@@ -577,7 +594,13 @@ MXFP8 = shlex.join(["--float8.recipe_name=mxfp8", *NO_GATHER])
     ("words", "message"),
     [
         ("", "--device is needed where there is no GPU; use one of A100 SXM 40GB"),
-        ("--device H100", '"H100" is not known; use .* H100 SXM, .*; plan .* --bandwidth \\(TB/s'),
+        (" ".join(FIGURES), "--device is needed .*; plan any other by --device and any name"),
+        ("--device Q7", '"Q7" is not known; use .* H100 SXM, .*; plan .* --bandwidth \\(TB/s'),
+        ("--device h100", "did you mean H100 SXM or H100 500W or H100 PCIe or H100 NVL\\?; use"),
+        ("--device RTX4090", '"RTX4090" is not known; did you mean RTX 4090\\?'),
+        ("--device B20", "did you mean B200\\?"),
+        ("--device H10", "did you mean H100 SXM or"),
+        ("--device 'H100 SMX'", "did you mean H100 SXM\\?"),
         ("--device H200 --memory 0", "--memory: 0 must be a number from 1e-06"),
         ("--memory 80GB", "--memory: 80GB must be a number from .*; --help shows"),
         ("--world-size 1,000", "--world-size: 1,000 must be a whole number"),

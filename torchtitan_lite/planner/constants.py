@@ -1,8 +1,8 @@
 """The rates and latencies that the planner assumes, each with its source, and its errors.
 
-The rates come from measurements of single kernels and collectives. Only `in_training` of AMD's GPUs
-is fitted to training runs. Where no measurement was found, the source begins with "guess". A name with # is a GitHub issue
-or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl" and "nccl-tests" are NVIDIA's.
+The rates come from measurements of single kernels and collectives; only AMD's `in_training` is
+fitted to training runs. Where none was found, the source begins with "guess". A name with # is a
+GitHub issue or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl", "nccl-tests" NVIDIA's.
 """
 
 from collections.abc import Mapping
