@@ -319,16 +319,28 @@ def test_links_can_be_given():
     assert "can send 100 GB/s within a node of 4, and 10 to other nodes" in text_of(slower)
 
 
-def test_the_command_plans_by_measured_rates(tmp_path):
-    rates = {"bf16_matmul": 0.5, "fp8_matmul": 0.7}
+def results(folder: Path, **rates: float) -> tuple[str, str]:
+    """The option that names a file with `rates` measured on an H100."""
     sheet = {"bf16_tflops": 989, "fp8_tflops": 1979, "bandwidth_tb_s": 3.35, "multiprocessors": 132}
     about = {"version": 1, "date": "2026-11-23", "device": "H100 SXM", "data_sheet": sheet}
-    file = tmp_path / "results.json"
+    file = folder / "results.json"
     file.write_text(json.dumps(about | {"rates": rates}))
-    words = ("llama3_8b_float8", "--measured", str(file))
-    found = plan(*words)
+    return "--measured", str(file)
+
+
+def test_the_command_plans_by_measured_rates(tmp_path):
+    rates = {"bf16_matmul": 0.5, "fp8_matmul": 0.7}
+    found = plan("llama3_8b_float8", *results(tmp_path, **rates))
     assert {name: value for name, value, _ in found["device"]["measured"]} == rates
-    assert found["prediction"]["speedup"] > plan(words[0])["prediction"]["speedup"]
+    assert found["prediction"]["speedup"] > plan("llama3_8b_float8")["prediction"]["speedup"]
+
+
+def test_kernels_that_are_slower_in_training_take_that_much_longer_in_each_linear(tmp_path):
+    words = ("llama3_8b_float8", RESHARD_DEFAULT)
+    slow, alone = plan(*words, *results(tmp_path, in_training=1.5)), plan(*words)
+    for mine, theirs in zip(slow["linears"], alone["linears"], strict=True):
+        for name, seconds in theirs["step_s"].items():
+            assert mine["step_s"][name] == pytest.approx(1.5 * seconds)
 
 
 # ----- format_plan, matmuls_s -----
