@@ -278,7 +278,7 @@ def format_page() -> str:
                 _summary("tokens/s, plain layouts", errors["plain"], RATE_LIMIT, RATE_RANGE),
                 _summary("tokens/s, CP or PP", errors["split"], RATE_LIMIT, SPLIT_RATE_RANGE),
                 _summary("tokens/s, conditions not published", errors["unknown"], RATE_LIMIT),
-                _summary("tokens/s, all of these", sum(errors.values(), []), RATE_LIMIT),
+                _summary("tokens/s, all", sum(errors.values(), []), RATE_LIMIT),
                 _summary("speedup of float8", ratios, RATIO_LIMIT, SPEEDUP_RANGE),
             ]
         ),
