@@ -50,6 +50,7 @@ RATES = Rates(
     network=0.9,  # 45 GB/s
     collective_seconds=7e-6,
     hop_seconds=2e-6,
+    in_training=1.0,
     slowest_device=1.125,
     overlap_slowdown=0.125,
     async_tensor_parallel=0.25,

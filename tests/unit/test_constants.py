@@ -13,7 +13,7 @@ from torchtitan_lite.planner import constants
 from torchtitan_lite.planner.constants import CONSTANTS, Constant, Rates, constants_of, rates_of
 
 NAMES = {field.name for field in fields(Rates)}
-SLOWDOWNS = {"slow_accumulation", "row_scales", "slowest_device"}
+SLOWDOWNS = {"slow_accumulation", "row_scales", "in_training", "slowest_device"}
 ARCHITECTURES = get_args(Architecture)
 
 # ----- CONSTANTS -----

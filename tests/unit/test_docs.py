@@ -103,6 +103,16 @@ def test_the_documented_commands_print_the_documented_reports(page, monkeypatch,
         assert section in printed
 
 
+@pytest.mark.parametrize("heading", ["Plan for an unknown GPU", "Plan for an unknown model"])
+def test_the_commands_for_what_is_unknown_plan(heading, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    section = PLAN.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    (command,) = re.findall(r"^torchtitan-lite (plan [^\n]*)$", section, re.M)
+    run_command(shlex.split(command))
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"predicted: fits \(.* tokens/s per device", said)
+
+
 # ----- float8.md -----
 
 

@@ -35,6 +35,7 @@ NO_GATHER = (
     "--float8.enable_fsdp_float8_all_gather=false",
     "--float8.precompute_float8_dynamic_scale_for_fsdp=false",
 )
+FIGURES = ("--metrics.peak_tflops_bf16=989", "--bandwidth=3.35", "--memory=80")
 ALL_SEVEN = {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
 PARAMETERS = 8_030_261_248
 """Of 8B."""
@@ -274,6 +275,7 @@ LAYOUTS = {
         "--parallelism.enable_async_tensor_parallel",
     ),
     "host": ("debug_model",),
+    "amd": ("llama3_8b", "--device=MI300X"),
 }
 
 
@@ -317,16 +319,28 @@ def test_links_can_be_given():
     assert "can send 100 GB/s within a node of 4, and 10 to other nodes" in text_of(slower)
 
 
-def test_the_command_plans_by_measured_rates(tmp_path):
-    rates = {"bf16_matmul": 0.5, "fp8_matmul": 0.7}
+def results(folder: Path, **rates: float) -> tuple[str, str]:
+    """The option that names a file with `rates` measured on an H100."""
     sheet = {"bf16_tflops": 989, "fp8_tflops": 1979, "bandwidth_tb_s": 3.35, "multiprocessors": 132}
     about = {"version": 1, "date": "2026-11-23", "device": "H100 SXM", "data_sheet": sheet}
-    file = tmp_path / "results.json"
+    file = folder / "results.json"
     file.write_text(json.dumps(about | {"rates": rates}))
-    words = ("llama3_8b_float8", "--measured", str(file))
-    found = plan(*words)
+    return "--measured", str(file)
+
+
+def test_the_command_plans_by_measured_rates(tmp_path):
+    rates = {"bf16_matmul": 0.5, "fp8_matmul": 0.7}
+    found = plan("llama3_8b_float8", *results(tmp_path, **rates))
     assert {name: value for name, value, _ in found["device"]["measured"]} == rates
-    assert found["prediction"]["speedup"] > plan(words[0])["prediction"]["speedup"]
+    assert found["prediction"]["speedup"] > plan("llama3_8b_float8")["prediction"]["speedup"]
+
+
+def test_kernels_that_are_slower_in_training_take_that_much_longer_in_each_linear(tmp_path):
+    words = ("llama3_8b_float8", RESHARD_DEFAULT)
+    slow, alone = plan(*words, *results(tmp_path, in_training=1.5)), plan(*words)
+    for mine, theirs in zip(slow["linears"], alone["linears"], strict=True):
+        for name, seconds in theirs["step_s"].items():
+            assert mine["step_s"][name] == pytest.approx(1.5 * seconds)
 
 
 # ----- format_plan, matmuls_s -----
@@ -338,6 +352,7 @@ def test_the_command_plans_by_measured_rates(tmp_path):
         ("llama3_8b_float8", mode("full"), "--float8.filter_fqns=wk"),
         ("llama3_8b", "--training.global_batch_size=16"),
         ("llama3_8b_float8", "--parallelism.pipeline_parallel_degree=2", RESHARD_DEFAULT),
+        ("llama3_8b_float8", "--device=MI300X"),
     ],
 )
 def test_operators_add_up_to_the_model_and_the_step(words):
@@ -491,10 +506,27 @@ def test_a_plan_ends_with_a_layout_beside_it_that_fits_or_is_clearly_faster():
     large = plan(*words, mode("none"), tp(1))
     assert not large["memory"]["fits"] and large["better"]["changes"]
     assert "Another layout is predicted to fit; --search tries more." in text_of(large)
-    assert text_of(plan("llama3_8b", "--world-size", "1")).endswith("layouts that fit.")
     good = text_of(plan("llama3_8b_float8"))
     assert "--search" not in good
     assert f"Of the memory on a data sheet {100 * USABLE_MEMORY:g} % can be used." in good
+
+
+def test_a_plan_that_does_not_fit_ends_with_what_would():
+    # One GPU cannot hold the weights and moments; a search can only try if it can.
+    one = ("llama3_8b", "--world-size", "1")
+    assert text_of(plan(*one)).endswith(" Use 2 GPUs (--world-size 2).")
+    long = plan("llama3_8b", "--world-size=2", "--training.seq_len=65536")
+    assert text_of(long).endswith(" Use 4 GPUs (--world-size 4), or try --search.")
+    found = plan(*one, "--training.local_batch_size=4096")
+    assert text_of(found).endswith(" Try --search for layouts that fit.")
+    given = plan("llama3_8b_float8", "--training.seq_len=32768", mode("none"), "--tps=900")
+    assert given["memory"]["would_fit"] == 8
+    assert text_of(given).endswith(" Try --search for layouts that fit.")
+
+
+def test_the_report_says_where_the_host_bounds_both_steps():
+    said = "bound by the host (a guess, the same for bf16 and float8): the speedup says little"
+    assert said in text_of(plan("debug_model")) and said not in text_of(plan("llama3_8b_float8"))
 
 
 def test_the_report_names_every_section_and_the_verdict(capsys):
@@ -554,9 +586,8 @@ def test_the_gpu_at_hand_is_planned_for(monkeypatch):
 
 
 def test_a_gpu_without_a_data_sheet_is_planned_by_its_figures():
-    peaks = ["--metrics.peak_tflops_bf16=989", "--metrics.peak_tflops_fp8=1979"]
-    figures = [*peaks, "--bandwidth=3.35", "--memory=80"]
-    known, found = plan(*FLOAT8_8B), plan(*FLOAT8_8B, *figures, device="Q100")
+    peak = "--metrics.peak_tflops_fp8=1979"
+    known, found = plan(*FLOAT8_8B), plan(*FLOAT8_8B, *FIGURES, peak, device="Q100")
     for name in ("model", "flops_per_token", "memory", "schedule"):
         assert found[name] == known[name]
     said = "No data sheet of the Q100 is known"
@@ -575,7 +606,13 @@ MXFP8 = shlex.join(["--float8.recipe_name=mxfp8", *NO_GATHER])
     ("words", "message"),
     [
         ("", "--device is needed where there is no GPU; use one of A100 SXM 40GB"),
-        ("--device H100", '"H100" is not known; use .* H100 SXM, .*; plan .* --bandwidth \\(TB/s'),
+        (" ".join(FIGURES), "--device is needed .*; plan any other by --device and any name"),
+        ("--device Q7", '"Q7" is not known; use .* H100 SXM, .*; plan .* --bandwidth \\(TB/s'),
+        ("--device h100", "did you mean H100 SXM or H100 500W or H100 PCIe or H100 NVL\\?; use"),
+        ("--device RTX4090", '"RTX4090" is not known; did you mean RTX 4090\\?'),
+        ("--device B20", "did you mean B200\\?"),
+        ("--device H10", "did you mean H100 SXM or"),
+        ("--device 'H100 SMX'", "did you mean H100 SXM\\?"),
         ("--device H200 --memory 0", "--memory: 0 must be a number from 1e-06"),
         ("--memory 80GB", "--memory: 80GB must be a number from .*; --help shows"),
         ("--world-size 1,000", "--world-size: 1,000 must be a whole number"),

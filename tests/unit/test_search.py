@@ -17,6 +17,7 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.config import given_keys, load_config
 from torchtitan_lite.planner.plan import find_device, make_plan
+from torchtitan_lite.planner.report import format_search
 from torchtitan_lite.planner.search import Lengths, Space, find_candidates, make_search
 from torchtitan_lite.planner.step import StepTime
 from torchtitan_lite.planner.workload import Workload
@@ -159,6 +160,11 @@ def test_the_global_batch_stays_as_it_is() -> None:
             assert layout["local_batch_size"] * layout["grad_accum_steps"] * dp == total
             assert dp * layout["cp"] * layout["tp"] == 4
     assert {layout["local_batch_size"] for layout in open_batch["layouts"]} == {2}
+    text = " ".join(format_search(given).split())
+    said = (
+        "the global batch of 48 sequences: to try a larger one, give --training.global_batch_size"
+    )
+    assert said in text and "Searched even where given" not in text
 
 
 def test_the_best_in_bf16_is_shown_with_its_rank() -> None:
@@ -206,7 +212,7 @@ def test_cost_and_gpu_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 s for 8 sequences of 8,192 tokens on 8 devices: 4,096 tokens/s on each."""
     step = StepTime({"linears": 1.5}, {"FSDP": 0.5}, 0.0)
     monkeypatch.setattr(Workload, "time", lambda self, device: step)
-    monkeypatch.setattr(Workload, "rate_range", lambda work, device: (0.5, 1.25))
+    monkeypatch.setattr(Workload, "rate_range", (0.5, 1.25))
     layout = search("llama3_8b", *NARROW, "--gpu-hour", "2.5")["layouts"][0]
     assert layout["tps"] == 4096
     assert layout["tps_range"] == [2048, 5120]
@@ -324,6 +330,17 @@ def test_lengths_are_multiples_of_what_the_degrees_divide() -> None:
     thirds = "--parallelism.tensor_parallel_degree=3", "--parallelism.context_parallel_degree=1"
     found = longest(*model, *thirds, "--training.seq_len=3072", world_size=3)
     assert [each["seq_len"] for each in found.values()] == [2**20 // 3072 * 3072]
+
+
+def test_what_is_searched_is_not_said_to_be_kept() -> None:
+    cp, searched = "parallelism.context_parallel_degree", ("seq_len", "local_batch_size")
+    words = [*LONG, *(f"--training.{each}=2048" for each in searched), f"--{cp}=8"]
+    space = Lengths(load_config(words, world_size=8), 8, find_device("H100 SXM"), given_keys(words))
+    found = make_search(space)
+    assert found["request"]["kept"] == [cp]
+    text = " ".join(format_search(found).split())
+    assert "Searched even where given: [training] seq_len, local_batch_size, " in text
+    assert "the global batch" not in text
 
 
 def test_a_device_that_holds_no_length_is_refused() -> None:

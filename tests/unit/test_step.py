@@ -114,6 +114,12 @@ def test_step_time_waits_for_the_slowest_of_several_devices():
     assert slowed == approx(0.25 * (sum(two.compute_s.values()) - slowed))
 
 
+def test_step_time_of_kernels_that_are_slower_in_training():
+    alone, slow = (time(rates=replace(FREE_STARTS, in_training=each)) for each in (1.0, 1.5))
+    for name in (*IN_BLOCKS, "output and loss", "weights and optimizer"):
+        assert slow.compute_s[name] == approx(1.5 * alone.compute_s[name])
+
+
 def test_step_time_is_the_hosts_if_that_is_longer():
     step = time(rates=replace(FREE_STARTS, host_seconds_per_block=1), passes=3)
     assert step.step_s == 4 * (3 + 1)

@@ -44,6 +44,8 @@ def read_files(path: Path, *, above: tuple[Path, ...] = ()) -> list[Layer]:
         content = read_toml(path)
     except OSError as error:
         hint = did_you_mean(path.stem, shipped_configs())
+        if not hint and str(path) == path.stem:  # a name, not a file
+            hint = f"; name a TOML file, or one of {', '.join(shipped_configs())}"
         raise ConfigError(f"{where}: cannot be read: {error.strerror}{hint}") from error
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error

@@ -1,8 +1,8 @@
 """The rates and latencies that the planner assumes, each with its source, and its errors.
 
-The rates come from measurements of single kernels and collectives; none is fitted to a training
-run. Where no measurement was found, the source begins with "guess". A name with # is a GitHub issue
-or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl" and "nccl-tests" are NVIDIA's.
+The rates come from measurements of single kernels and collectives; only AMD's `in_training` is
+fitted to training runs. Where none was found, the source begins with "guess". A name with # is a
+GitHub issue or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl", "nccl-tests" NVIDIA's.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,6 @@ RATE_RANGE = (0.85, 1.09)
 """The middle 80 % of published rates, over predicted ones, of runs without context or pipeline
 parallelism. tests/unit/test_published.py computes the three ranges."""
 SPLIT_RATE_RANGE = (0.78, 1.25)  # with context or pipeline parallelism
-CDNA_RATE_RANGE = (0.71, 0.8)  # of all four runs on MI300X, which are in RATE_RANGE too
 SPEEDUP_RANGE = (0.92, 1.2)  # of speedups of float8 over bf16
 USABLE_MEMORY = 0.975
 """Part of the memory on a data sheet that torch's allocator can reserve. Of an H100's 80 GiB, torch
@@ -54,6 +53,7 @@ class Rates:
     network: float  # fraction of the network bandwidth, between nodes
     collective_seconds: float  # latency of a collective: start,
     hop_seconds: float  # and each step of its ring
+    in_training: float  # time of kernels in a step, over the time by the rates above
     slowest_device: float  # time of the slowest of several devices, over a typical one's
     overlap_slowdown: float  # compute time lost during a second of communication beside it
     async_tensor_parallel: float  # part of tensor parallelism's communication that async TP hides
@@ -108,6 +108,8 @@ CONSTANTS = (
     Constant("network", 0.85, "guess: 0.65 to 0.94, nccl#1229, nccl-tests#290"),
     Constant("collective_seconds", 6.6e-06, "NCCL; 15 to 30 us in all for 8 H100"),
     Constant("hop_seconds", 1.9e-06, "NCCL, protocol LL128; 4 us between nodes"),
+    Constant("in_training", 1.0, "guess: as in measurements of single kernels"),
+    Constant("in_training", 1.36, "4 runs: pytorch/ao, float8/README.md", ("CDNA3", "CDNA4")),
     Constant("slowest_device", 1.04, "guess: they vary by 8 %, arXiv 2208.11035"),
     Constant("overlap_slowdown", 0.19, "guess: average of arXiv 2507.03114"),
     Constant("overlap_slowdown", 0.79, "MI300X: arXiv 2412.14335", ("CDNA3", "CDNA4")),

@@ -61,7 +61,7 @@ def _check(found: Results, device: DeviceSpec) -> None:
         raise ValueError(f"the planner has no constants {', '.join(sorted(unknown))}")
     for name, value in found.rates.items():
         low, high = SECONDS if "seconds" in name else FRACTIONS
-        if name in ("slow_accumulation", "row_scales", "slowest_device"):
+        if name in ("slow_accumulation", "row_scales", "in_training", "slowest_device"):
             low, high = SLOWDOWNS
         if not low < value <= high:
             raise ValueError(f"rates.{name} = {value:g} is not between {low:g} and {high:g}")

@@ -13,6 +13,7 @@ from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.catalog.flavors import OUTPUT
 from torchtitan_lite.config import AUTO, Config, MetricsConfig, ModelConfig, resolve_model
 from torchtitan_lite.config.job import Job, TokenizerValues, build_job
+from torchtitan_lite.config.keys import closest
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.metrics.flops import MATMULS, FlopsLedger, compute_rates
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
@@ -32,8 +33,8 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
     """Return the data sheet of the device called `name`, by default of the GPU at hand, with the
     peaks in `metrics` and the fields `given`, unless None, and the usable part of its memory.
 
-    Raises ConfigError without a name and a GPU, and for an unknown name unless a bf16 peak,
-    bandwidth_tb_s and memory_gib are given, or if its bandwidth is above MOST_TB_S."""
+    Raises ConfigError without a name and a GPU, and for an unknown name, with those like it, unless
+    a bf16 peak, bandwidth_tb_s and memory_gib are given, or if its bandwidth is above MOST_TB_S."""
     given = {field: value for field, value in given.items() if value is not None}
     at_hand = name is None and torch.cuda.is_available()
     name = torch.cuda.get_device_name() if at_hand else name
@@ -44,10 +45,13 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
     if device is None and name and described:
         device = DeviceSpec(name, peaks["bf16"], None, **given)
     if device is None:
-        problem = f'"{name}" is not known' if name else "is needed where there is no GPU"
+        problem = (
+            f'"{name}" is not known{_alike(name)}' if name else "is needed where there is no GPU"
+        )
         raise ConfigError(
             f"--device {problem}; use one of {', '.join(each.name for each in DEVICES)}; plan any "
-            "other by --bandwidth (TB/s), --memory (GiB) and --metrics.peak_tflops_bf16 (and _fp8)."
+            "other by --device and any name, with --bandwidth (TB/s), --memory (GiB) and "
+            "--metrics.peak_tflops_bf16 (and _fp8)."
         )
 
     device = replace(device, **given).with_peaks(peaks)
@@ -59,6 +63,15 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
     if at_hand and "memory_gib" not in given:
         usable_gib = torch.cuda.mem_get_info()[1] / 2**30 - CONTEXT_GIB
     return replace(device, memory_gib=round(usable_gib, 1))
+
+
+def _alike(name: str) -> str:
+    """Return `; did you mean X or Y?` with the devices whose names begin with `name`, ignoring case
+    and spaces, or else with the closest one; empty if none is near."""
+    start, known = name.replace(" ", "").lower(), [each.name for each in DEVICES]
+    alike = [each for each in known if each.replace(" ", "").lower().startswith(start)]
+    alike = alike or list(filter(None, [closest(name, known)]))
+    return f"; did you mean {' or '.join(alike)}?" if alike else ""
 
 
 def check_planned(config: Config, device: DeviceSpec) -> None:
@@ -185,7 +198,7 @@ def plan_schedule(
     origin, tps_range = "given", None
     if tps is None:
         origin, tps = "predicted", tokens_per_step / world_size / work.time(device).step_s
-        tps_range = [tps * each for each in work.rate_range(device)]
+        tps_range = [tps * each for each in work.rate_range]
 
     # Hours of this run and of 10^12 tokens, on all devices.
     run_tokens = training.steps * tokens_per_step
@@ -237,7 +250,8 @@ def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
     # How often a step of the rank that computes longest passes all blocks, and the output.
     step = work.time(device).compute_s
     blocks = step["attention"] / roofline.attention_s()
-    heads = work.job.batch.grad_accum_steps if step["output and loss"] else 0
+    heads = work.job.batch.grad_accum_steps if step["output and loss"] else 0.0
+    heads *= roofline.rates.in_training
     return [
         asdict(choice)
         | {

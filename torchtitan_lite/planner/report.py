@@ -34,6 +34,7 @@ ASSUMED = (
 )
 ASKED = 'slower, as configured; [float8] filter_fqns = ["auto"] would keep it in bf16'
 SHARED = "slower alone; a shared cast, or gathers of half the bytes, can make up for it"
+BY_HOST = "bound by the host (a guess, the same for bf16 and float8): the speedup says little"
 Plan = Mapping[str, Any]  # what `make_plan` returns, or a section of it
 
 _wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
@@ -116,7 +117,8 @@ def _time(plan: Plan) -> str:
     rows = [[name, *(f"{1e3 * each[name]:,.1f}" for each in times)] for name in times[0]]
     header = ["milliseconds", *steps][: len(times) + 1]
     taken = [row for row in rows if set(row[1:]) != {"0.0"}]
-    return _section("Time of a step, predicted", _table([header, *taken]))
+    notes = [BY_HOST] if any(4 * each["waits: host"] > each["step"] for each in times) else []
+    return _section("Time of a step, predicted", _table([header, *taken]), *map(_wrap, notes))
 
 
 def _memory(plan: Plan) -> str:
@@ -202,10 +204,16 @@ def _operators(plan: Plan) -> str:
 
 
 def _advice(plan: Plan) -> str:
-    """Name a better layout that was found, or for one that does not fit the search."""
-    fits, better = plan["memory"]["fits"], plan.get("better")
+    """Name a better layout that was found, or for one that does not fit more GPUs or the search."""
+    memory, request, better = plan["memory"], plan["request"], plan.get("better")
+    fits, gpus = memory["fits"], memory["would_fit"] or 0
+    if better is None and (fits or gpus <= request["world_size"]):
+        return "" if fits else "Try --search for layouts that fit."
     if better is None:
-        return "" if fits else "Add --search for the layouts that fit."
+        # A search can share weights and optimizer states between replicas, but no further.
+        states = memory["peak"]["parameters"] + memory["peak"]["optimizer_states"]
+        too_few = states / request["dp_replicate"] / GIB > plan["device"]["memory_gib"]
+        return f"Use {gpus:,} GPUs (--world-size {gpus}){'' if too_few else ', or try --search'}."
     gain = better["tps"] / plan["schedule"]["tps"]
     verdict = f"is predicted to run at {gain:.2f}x the speed" if fits else "is predicted to fit"
     advice = f"Another layout {verdict}; --search tries more. As options:"
@@ -255,6 +263,14 @@ NOTES = (
     "(docs/published.md). Waits: the part of the step in which the device waits. Days, GPU-hours "
     "and cost: for 10^12 tokens."
 )
+LAYOUTS = (
+    " All train on the global batch of {global_batch_size:,} sequences: to try a larger one, give "
+    "--training.global_batch_size."
+)
+LENGTHS = (
+    " Searched even where given: [training] seq_len, local_batch_size, global_batch_size, and "
+    "[parallelism] data_parallel_shard_degree."
+)
 
 
 def format_search(search: Plan) -> str:
@@ -271,7 +287,8 @@ def format_search(search: Plan) -> str:
     ]
     kept = f" Kept as given: {', '.join(request['kept'])}." if request["kept"] else ""
     title = "{found} of {model} on {world_size} x {device}".format_map({**request, **first})
-    notes = NOTES.format_map(request) + kept
+    notes = NOTES + (LENGTHS if "Longest" in request["found"] else LAYOUTS)
+    notes = notes.format_map({**request, **first}) + kept
     options = f"The first of them, as options:\n{_options(first['changes'])}"
     return "\n\n".join([_wrap(title), *tables, _wrap(notes), options])
 

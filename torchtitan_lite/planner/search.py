@@ -61,6 +61,7 @@ class Space:
     that is set."""
 
     found: ClassVar = "Fastest layouts"
+    replaced: ClassVar[tuple[str, ...]] = ()  # keys that are searched even where given
     config: Config
     world_size: int
     device: DeviceSpec
@@ -75,7 +76,7 @@ class Space:
     def kept(self) -> Settings:
         """Settings that are the same in all configs because they are given."""
         own = flatten(self.config)
-        return {name: own[name] for name in SEARCHED if name in self.given}
+        return {name: own[name] for name in SEARCHED if name in {*self.given} - {*self.replaced}}
 
     def settings(self) -> Iterator[Settings]:
         """Yield the settings of all configs, which train on the same global batch. Tensor
@@ -148,6 +149,7 @@ class Lengths(Space):
     at a time on the ranks that share it, and the other keys as in `config`."""
 
     found = "Longest sequences"
+    replaced = LOCAL, SHARD
 
     def settings(self) -> Iterator[Settings]:
         """Yield the settings of each degree, whose length is open."""

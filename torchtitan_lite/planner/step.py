@@ -39,14 +39,14 @@ def time_step(
     job, rates, n_layers = roofline.job, roofline.rates, roofline.job.model_args.n_layers
     kinds = {each.kind for each in in_float8}
     shares = [Share(job, kinds, rank=rank) for rank in range(job.degrees.pp)]
-    n = shares[0].microbatches
+    n, slow = shares[0].microbatches, rates.in_training
 
     # Seconds of a microbatch in all blocks, and of the projection and the loss.
     in_blocks = [each for each in linears if each.kind != OUTPUT]
     compute = {
-        "linears": roofline.linears_s(in_blocks, in_float8),
-        "attention": roofline.attention_s(),
-        "pointwise": roofline.pointwise_s(),
+        "linears": slow * roofline.linears_s(in_blocks, in_float8),
+        "attention": slow * roofline.attention_s(),
+        "pointwise": slow * roofline.pointwise_s(),
     }
     waits = {
         TENSOR: _tensor_parallel_s(roofline, shares[0]),
@@ -54,7 +54,7 @@ def time_step(
     }
     blocks_s = sum(compute.values()) + sum(waits.values())
     output = [each for each in linears if each.kind == OUTPUT]
-    head_s = roofline.linears_s(output, in_float8) + roofline.loss_s()
+    head_s = slow * (roofline.linears_s(output, in_float8) + roofline.loss_s())
 
     # The rank that computes longest, and its part of the blocks.
     def microbatch_s(share: Share) -> float:
@@ -64,7 +64,7 @@ def time_step(
     part = share.blocks / n_layers
     compute_s = {name: n * part * each for name, each in compute.items()}
     compute_s["output and loss"] = n * head_s if share.has_output else 0.0
-    compute_s["weights and optimizer"] = _update_s(roofline, share)
+    compute_s["weights and optimizer"] = slow * _update_s(roofline, share)
     exposed, hidden = _sharded_s(roofline, share, part * blocks_s)
     late = rates.slowest_device - 1 if job.degrees.world_size > 1 else 0.0
     compute_s["slowest device"] = late * sum(compute_s.values())
