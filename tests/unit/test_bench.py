@@ -107,8 +107,8 @@ def test_the_table_has_the_rows_that_are_done(tmp_path: Path, write_program, cap
     rows = ["tensorwise", "rowwise", "bf16", "tensorwise"]
     assert run_command(["bench", *rows, "--out", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
-    table = [line.split("|")[1].strip() for line in out.splitlines() if line[:1] == "|"]
-    assert table[:1] + table[2:] == ["run", "tensorwise", "bf16"]
+    heading = next(line for line in out.splitlines() if line[:1] == "|")
+    assert heading.replace("|", " ").split() == ["run", "tensorwise", "bf16"]
     assert "times first" in out and "emulated" in out
     with pytest.raises(RunError, match="no row is done"):
         run_command(["bench", "rowwise", "--out", str(tmp_path / "out")])
