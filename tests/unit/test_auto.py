@@ -75,7 +75,7 @@ def test_auto_checkpointing_is_the_fastest_that_fits(memory_gib, label, says, de
         resolved = resolve_auto(job, device=device, memory_gib=memory_gib).config
     assert resolved.activation_checkpoint.label == label
     assert f'[activation_checkpoint] mode: "auto" -> "{label.split()[0]}"' in caplog.text
-    assert says in caplog.text and ("predicted for an H100 SXM" in caplog.text) == (device is None)
+    assert says in caplog.text and ("as for an H100 SXM" in caplog.text) == (device is None)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def resolve_auto(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> J
         job, reserved_gib = work.job, work.reserved_gib
         values = ", ".join(config_changes(before, job.config.to_toml()))
         fits = "the fastest that fits" if reserved_gib <= memory_gib else "the smallest, too large"
-        stand_in = "" if device else f" on an {STAND_IN}: times on CPUs are not predicted"
+        stand_in = "" if device else f", as for an {STAND_IN} (CPUs are not planned)"
         memory = f"{reserved_gib:.1f} of {memory_gib:.1f} GiB"
         logger.info(f'in place of "auto": {values}; {memory}, {fits}{stand_in}')
     if not chooses_linears:
