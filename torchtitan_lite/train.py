@@ -4,9 +4,11 @@ torchrun starts it in every process: `torchrun -m torchtitan_lite.train --job.co
 """
 
 import gc
+import json
 import os
 import signal
 import sys
+import time
 
 if __name__ == "__main__":
     # For the watchdog: the agent, or torchrun. It may end during the imports, and before them.
@@ -21,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler, record
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.base.collectives import on_rank0
 from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RunError
@@ -184,6 +186,13 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
     logger.info(f"run folder: {trainer.job.folder}")
 
 
+def record_cause(error: RunError) -> None:
+    """Write the file in which torch's agent looks for what ended a process, without a traceback."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        known = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
+        Path(file).write_text(json.dumps({"message": known}))
+
+
 @record
 def main() -> None:
     """Train with the command line's config. A RunError is printed without a traceback."""
@@ -200,7 +209,7 @@ def main() -> None:
     except RunError as error:
         # At info level only LOG_RANK's ranks print it: most ranks have the same error.
         logger.info(f"error:\n{error}")
-        get_error_handler().record_exception(error)  # for the agent's report
+        record_cause(error)
         exit_code = error.exit_code
     end_process(exit_code)
 

@@ -277,7 +277,7 @@ def train_cells(cells: Iterable[Cell], folder: Path) -> dict[str, str]:
             worker = (str(FOLDER / "matrix_worker.py"), str(folder), json.dumps(runs))
             result = torchrun(*worker, processes=processes, timeout=300 * len(runs))
             failed |= {
-                cell.name: result.stdout[-4000:] + result.stderr[-4000:] for cell in left(now)[:1]
+                cell.name: result.stdout[-4000:] + result.stderr[-20_000:] for cell in left(now)[:1]
             }
             print(f"{len(left(wanted))} of {len(wanted)} left", file=sys.stderr)
     return failed

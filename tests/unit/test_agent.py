@@ -12,8 +12,9 @@ from torch.distributed.elastic.multiprocessing.errors import (
     ProcessFailure,
 )
 
-from torchtitan_lite.base.errors import ConfigError, DataError, RankLostError
+from torchtitan_lite.base.errors import ConfigError, DataError, RankLostError, RunError
 from torchtitan_lite.run.agent import describe, open_store
+from torchtitan_lite.train import record_cause
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -75,7 +76,8 @@ def test_describe_names_the_error_that_a_rank_recorded(
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     if error is not None:
-        ErrorHandler().record_exception(error)
+        record = record_cause if isinstance(error, RunError) else ErrorHandler().record_exception
+        record(error)
     failure = ProcessFailure(local_rank=2, pid=1, exitcode=exit_code, error_file=str(file))
     found = describe(ChildFailedError("train", {2: failure}))
     assert found == told | {"cause_code": exit_code}

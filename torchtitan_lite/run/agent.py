@@ -176,10 +176,9 @@ def describe(error: ChildFailedError | RunError) -> dict[str, Any]:
         ended = {"cause_code": failure.exitcode, "rank": rank}
         if not isinstance(failure.message, dict):  # the rank has recorded no error
             return ended | {"cause": f"rank {rank} ended with exit code {failure.exitcode}"}
-        said = failure.message["message"]
-        if failure.exitcode == RunError.exit_code:  # an unexpected error of this rank
-            return ended | {"cause": said}
-        return ended | {"cause": said.partition(": ")[2], "rank": None}  # of a RunError's class
+        told = failure.message
+        unexpected = "py_callstack" in told["extraInfo"]  # else a RunError, which names its ranks
+        return ended | {"cause": told["message"], "rank": rank if unexpected else None}
     killed = f"rank {rank} was killed by {failure.signal_name()}"
     print(killed, file=sys.stderr)  # other ranks, which only miss it, may report it first
     return {"cause": killed, "cause_code": RankLostError.exit_code, "rank": rank}
