@@ -4,11 +4,9 @@ torchrun starts it in every process: `torchrun -m torchtitan_lite.train --job.co
 """
 
 import gc
-import json
 import os
 import signal
 import sys
-import time
 
 if __name__ == "__main__":
     # For the watchdog: the agent, or torchrun. It may end during the imports, and before them.
@@ -18,6 +16,8 @@ if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
+import json
+import time
 from pathlib import Path
 
 import torch
