@@ -1,6 +1,7 @@
 """Runs of fault_worker.py, which trains faults.toml, under torchrun."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -56,6 +57,23 @@ def fail(folder: Path, *overrides: str, **how: Any) -> tuple[int, str]:
     ended = status(folder)
     assert ended["state"] == "failed", result.stdout[-4000:] + result.stderr[-4000:]
     return ended["exit_code"], ended["cause"]
+
+
+def refuse(folder: Path, *overrides: str, **how: Any) -> tuple[int, str]:
+    """Return the exit code and cause in torchrun's report of a start that must be refused, and that
+    must change nothing of the status of the run before in `folder`."""
+    before = status(folder)
+    result = run(folder, *overrides, **how)
+    assert status(folder) == before, result.stdout[-4000:]
+    return root_cause(result)
+
+
+def root_cause(result: subprocess.CompletedProcess[str]) -> tuple[int, str]:
+    """Return the exit code of the first rank that failed, and what it said, by torchrun."""
+    report = result.stderr.rpartition("Root Cause")[2]
+    told = re.search(r"exitcode +: (\d+) .*\n.*\n +traceback : (.*)\n=", report)
+    assert told, result.stdout[-4000:] + result.stderr[-4000:]
+    return int(told[1]), told[2]
 
 
 def status(folder: Path) -> dict[str, Any]:

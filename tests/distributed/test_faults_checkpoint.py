@@ -18,6 +18,7 @@ from faults import (
     fault,
     finish,
     records,
+    refuse,
     reported,
     run,
     samples,
@@ -207,7 +208,7 @@ def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
     # Started again, it has nothing left to train, but exports what a killed start has not.
     finish(folder, f"{STEPS}=4", "--checkpoint.last_save_in_hf", *weights)
     assert (folder / "checkpoint/step-00000004-hf/config.json").is_file()
-    code, cause = fail(folder, f"{STEPS}=6")
+    code, cause = refuse(folder, f"{STEPS}=6")
     assert code == 4
     assert re.search(r"step-00000004 has only weights, .* Set load_step to an earlier step", cause)
 

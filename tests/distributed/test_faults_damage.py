@@ -16,10 +16,10 @@ import torch.distributed as dist
 from faults import (
     checkpoint,
     checkpoints,
-    fail,
     fault,
     finish,
     records,
+    refuse,
     reported,
     run,
     step_names,
@@ -132,7 +132,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_unless_load_step
 
 
 def test_another_model_is_refused(folder: Path) -> None:
-    code, cause = fail(folder, "--model.flavor=wider", processes=1)
+    code, cause = refuse(folder, "--model.flavor=wider", processes=1)
     assert code == 4
     assert re.match(r"\[model\] .* is of another model: dim: 32 -> 64\. ", cause)
 

@@ -445,7 +445,7 @@ def test_bad_numbers_in_each_step_end_the_run_and_none_is_saved(folder: Path) ->
 # ----- launch, Status: errors of one rank -----
 
 
-def test_data_that_one_rank_lacks_ends_all_and_a_failure_before_the_first_step_keeps_what_is_known(
+def test_data_that_one_rank_lacks_ends_all_and_a_refused_start_keeps_what_is_known(
     half_done: Path,
 ) -> None:
     lacking = fault("lack_data", "data 8", 1, message="the text of step 8 is gone")
@@ -454,13 +454,12 @@ def test_data_that_one_rank_lacks_ends_all_and_a_failure_before_the_first_step_k
     (log,) = half_done.glob("logs/*/torchrun.log")
     assert set(re.findall(r"exitcode +: (-?\d+)", log.read_text())) == {"3"}
     last = str(checkpoint(half_done, 6))
-    state, step, newest = before = reported(half_done, "state", "step", "last_checkpoint")
-    assert (state, newest) == ("failed", last)
+    before = reported(half_done, "state", "step", "last_checkpoint")
+    assert before[::2] == ["failed", last]
 
     nowhere = "--training.dataset_path=/nowhere.txt"
     run = train(half_done, *SETTINGS, nowhere, ranks=1, code=3)
     assert "/nowhere.txt: does not exist" in run.told["cause"]
-    assert (run.told["step"], run.told["last_checkpoint"]) == (str(step), last)
     assert reported(half_done, "state", "step", "last_checkpoint") == before
 
 
