@@ -16,10 +16,13 @@ BENCH = ["-m", "torchtitan_lite", "bench", "bf16", "tensorwise", "--out"]
 pytestmark = pytest.mark.timeout(240)
 
 
-def rows_of(table: str) -> dict[str, list[str]]:
-    """The cells of each row of a Markdown table."""
+def figures_of(table: str) -> dict[str, dict[str, str]]:
+    """The figures of each run, by name, in a Markdown table with a column per run."""
     lines = [line.split("|")[1:-1] for line in table.splitlines() if line[:1] == "|"]
-    return {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+    heading, _, *rows = ([cell.strip() for cell in cells] for cells in lines)
+    return {
+        run: {row[0]: row[column] for row in rows} for column, run in enumerate(heading) if column
+    }
 
 
 # ----- bench -----
@@ -28,14 +31,15 @@ def rows_of(table: str) -> dict[str, list[str]]:
 def test_rows_are_trained_and_compared(tmp_path: Path) -> None:
     result = warm.python([*BENCH, str(tmp_path)], cwd=ROOT, env=ENV, timeout=200)
     assert result.returncode == 0, result.stdout + result.stderr
-    rows = rows_of(result.stdout)
-    assert list(rows) == ["run", "-" * (len("tensorwise") + 2), "bf16", "tensorwise"]
-    for name in ("bf16", "tensorwise"):
-        steps, loss, *_ = rows[name]
-        assert steps == "12" and 6 < float(loss) < 9  # after some steps of warm-up: it was trained
+    runs = figures_of(result.stdout)
+    assert list(runs) == ["bf16", "tensorwise"]
+    for name, figures in runs.items():
+        # After some steps of warm-up: it was trained.
+        assert figures["steps"] == "12" and 6 < float(figures["final loss"]) < 9
         line = (tmp_path / name / "metrics.jsonl").read_text().splitlines()[-1]
         assert json.loads(line)["mfu"] > 0
-    assert float(rows["bf16"][4]) == 1.0 and float(rows["tensorwise"][4]) > 0
+    assert float(runs["bf16"]["times first"]) == 1.0
+    assert float(runs["tensorwise"]["times first"]) > 0
     assert "emulated" in result.stdout
 
 
@@ -51,5 +55,4 @@ def test_sigterm_keeps_what_is_done(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 75
-    rows = rows_of(stdout)
-    assert "bf16" in rows and "tensorwise" not in rows
+    assert list(figures_of(stdout)) == ["bf16"]
