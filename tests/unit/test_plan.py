@@ -551,6 +551,9 @@ def test_the_report_gives_the_reason_for_each_linear():
 
     rowwise = plan("llama3_8b", ON, "--float8.recipe_name=rowwise", AUTO)
     assert "wk, wv in float8: slower alone; a shared cast, " in text_of(rowwise)
+    split = plan("llama3_8b_float8", "--parallelism.tensor_parallel_degree=8")
+    assert split["prediction"]["better_kept"] == []  # gathers in float8 need all of them
+    assert "wk, wv, wo in float8: slower alone; a shared cast, " in text_of(split)
     assert "slower alone" not in text_of(found)
 
     part = plan("llama3_8b", ON, "--float8.recipe_name=rowwise_with_gw_hp")
