@@ -18,6 +18,7 @@ if __name__ == "__main__":
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -190,7 +191,8 @@ def record_cause(error: RunError) -> None:
     """Write the file in which torch's agent looks for what ended a process, without a traceback."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         known = {"message": str(error), "extraInfo": {"timestamp": int(time.time())}}
-        Path(file).write_text(json.dumps({"message": known}))
+        with suppress(OSError):  # a full disk: the error itself matters more
+            Path(file).write_text(json.dumps({"message": known}))
 
 
 @record

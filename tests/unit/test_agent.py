@@ -81,3 +81,8 @@ def test_describe_names_the_error_that_a_rank_recorded(
     failure = ProcessFailure(local_rank=2, pid=1, exitcode=exit_code, error_file=str(file))
     found = describe(ChildFailedError("train", {2: failure}))
     assert found == told | {"cause_code": exit_code}
+
+
+def test_an_error_that_cannot_be_recorded_is_not_replaced_by_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    record_cause(DataError("no text"))

@@ -173,11 +173,14 @@ def check_same_data(
     changes = "; ".join(
         f"{key}: {before.get(key, 'none')} -> {now.get(key, 'none')}" for key in changed
     )
+
+    # The fingerprints of the same tokens are equal, wherever they lie.
     is_same = all(key.endswith(" name") for key in changed)
     if allow_change or is_same:
         what = "the same tokens under another name" if is_same else "new data"
         logger.info(f"{what} since step {step}; going on at sample {samples:,}: {changes}")
         return
+
     raise DataError(
         f"[training] allow_data_change = false, and the data is not what step {step} was trained "
         f"on: {changes}. Undo that, or set it to true, to go on at sample {samples:,} of the new "

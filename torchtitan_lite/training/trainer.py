@@ -6,7 +6,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -86,8 +85,10 @@ class Trainer:
 
         # Until here nothing in the run folder has changed.
         resumes = resume is not None and resume.path.parent == self.checkpointer.folder
-        begins = partial(RunFolder.begin, resumes=resumes, config=self.config.to_toml())
-        on_rank0(lambda: None if run_folder is None else begins(run_folder))
+        toml = self.config.to_toml()
+        on_rank0(
+            lambda: None if run_folder is None else run_folder.begin(resumes=resumes, config=toml)
+        )
 
         # Measurements, and what runs the model under them.
         self.metrics = build_metrics(
