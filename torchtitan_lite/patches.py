@@ -64,6 +64,21 @@ def name_mxfp8_scales_in_cpp() -> None:
     DTYPE_TO_CPP.setdefault(torch.float8_e8m0fnu, "at::Float8_e8m0fnu")
 
 
+def ignore_vnni_and_amx() -> None:
+    """Compile for AVX-512 or AVX2, without a look at the instructions beyond these.
+
+    Changes: `supported_vec_isa_list` of Inductor.
+    Why: to find out whether the C++ compiler knows VNNI and AMX it builds five programs, 1.7 s in
+    each process; only quantized matmuls and templates, which we do not compile, use them.
+    Seen: torch 2.13. Remove: when Inductor asks at their first use.
+    """
+    from torch._inductor import cpu_vec_isa as isa
+
+    listed = isa.supported_vec_isa_list
+    vnni = getattr(isa, "VecAVX512VNNI", isa.VecAMX)  # AMX is one of its subclasses
+    listed[:] = [each for each in listed if not isinstance(each, (vnni, isa.VecAMX))]
+
+
 def weigh_cudnn_attention() -> None:
     """Count cuDNN's attention among the operators that are expensive to recompute.
 
@@ -237,6 +252,23 @@ def allow_long_saves() -> None:
     if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
         seconds = int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
         PContext.close.__defaults__ = (None, seconds)  # of the parameters death_sig and timeout
+
+
+def fork_workers(worker: Callable[..., Any]) -> None:
+    """Let the agent start a `worker(words, env, stdout, stderr)` instead of a program.
+
+    Changes: `SubprocessHandler._popen`.
+    Why: each program would import torch again. torch's agent can fork functions, but with such a
+    worker it loses the order of failures, and waits for ever for one that ends by `os._exit(0)`.
+    Remove: when it has neither fault.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def start(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
+        _, *words = args  # the first is the program
+        return worker(words, env, self._stdout, self._stderr)
+
+    SubprocessHandler._popen = start  # type: ignore[method-assign]
 
 
 def spare_compilers() -> None:

@@ -162,20 +162,23 @@ def run_config(
     config: Config,
     *,
     processes: int,
-    program: Sequence[str] = ("-m", "torchtitan_lite.train"),
+    program: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
 ) -> tuple[Watched, list[dict[str, Any]]]:
-    """Train `config` by `program` in a new folder, and return its output and its records, of which
-    there are none if the program does not write metrics.jsonl."""
+    """Train `config` in a new folder, by our launcher or by `program` under torchrun, and return
+    the output and the records, of which there are none if the program writes no metrics.jsonl."""
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
         path = Path(folder)
         (path / "config.toml").write_text(config.to_toml())
-        words = [*program, "--job.config_file", str(path / "config.toml")]
+        words = ["--job.config_file", str(path / "config.toml")]
         words += ["--job.dump_folder", str(path / "run")]
+        command = [sys.executable, "-m", "torchtitan_lite", "train", *words]
+        if program:
+            command = torchrun([*program, *words], processes=processes)
 
         # With a cache of its own each run compiles, and none profits from the one before.
-        changed = {"TORCHINDUCTOR_CACHE_DIR": str(path / "compiled"), **(env or {})}
-        watched = watch(torchrun(words, processes=processes), env=environment(**changed))
+        changed = {"TORCHINDUCTOR_CACHE_DIR": str(path / "compiled"), "NGPU": str(processes)}
+        watched = watch(command, env=environment(**changed, **(env or {})))
         records = path / "run/metrics.jsonl"
         lines = records.read_text().splitlines() if records.exists() else []
         return watched, [json.loads(line) for line in lines]

@@ -156,7 +156,7 @@ def test_measure_peak_of_a_gpu_is_the_median_of_ten_matmuls_at_a_time(monkeypatc
     # Three times ten matmuls, of 0.1, 0.4 and 0.2 s.
     seconds = iter([0.0, 0.1, 1.0, 1.4, 2.0, 2.2])
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(seconds))
-    monkeypatch.setattr(hardware, "_MEASURE_SECONDS", 0.6)
+    monkeypatch.setattr(hardware, "_GPU_SECONDS", 0.6)
     monkeypatch.setattr(hardware, "_GPU_MATMULS", (64, 10))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     generator, randn = torch.Generator(), torch.randn

@@ -91,6 +91,7 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
         cpp = torch._inductor.config.cpp
         if cpp.vec_isa_ok is None and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
             cpp.vec_isa_ok = True
+            patches.ignore_vnni_and_amx()
     else:
         patches.fuse_norms_with_their_gradients()
         patches.store_transposes_in_tiles()

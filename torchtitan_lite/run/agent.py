@@ -1,17 +1,19 @@
 """The elastic agent of this node: starts the workers, and starts them again after a failure.
 
-`run.launch` starts it as `python -m torchtitan_lite.run.agent SPEC`. SPEC is JSON:
+`run.launch` starts it as `python -m torchtitan_lite.run.agent FAILURE`, so that it imports torch
+while the config is checked. FAILURE is a file descriptor for JSON: the arguments of AgentEnd that
+say what failed. What to run is JSON on standard input:
 
+  modules       what is imported before the workers are forked, beside `torchtitan_lite.train`
   words         arguments of `torchtitan_lite.train`
   store         arguments of `open_store`
   ngpu          workers to start
   max_restarts  how often all workers are started again
-  log_dir       folder of the workers' logs
-  terminal      file descriptor for the workers' lines on stderr; the agent's own stderr is a log
-  failure       file descriptor for JSON: the arguments of AgentEnd that say what failed
+  log_dir       folder of the logs: the workers', and torchrun.log, the agent's own stderr
   launcher      process that the agent must not outlive
 """
 
+import gc
 import os
 import signal
 import sys
@@ -20,6 +22,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler does not run during C++ waits
     if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
+    gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
 
 import ctypes
 import json
@@ -28,6 +31,8 @@ import traceback
 from concurrent import futures
 from contextlib import redirect_stderr
 from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -38,8 +43,9 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError
-from torchtitan_lite.patches import allow_long_saves, spare_compilers
+from torchtitan_lite.patches import allow_long_saves, fork_workers, spare_compilers
 
+from .forked_worker import MODULE, ForkedWorker
 from .signals import REPEAT_SECONDS
 
 START_KEY, BACKEND = "torchtitan_lite/start", "torchtitan_lite"
@@ -133,9 +139,8 @@ def run_workers(spec: dict[str, Any]) -> None:
         log_line_prefix_template=os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"],
         signals_to_handle=",".join(each.name for each in REPEAT_SECONDS),
     )
-    python = os.environ.get("PYTHON_EXEC", sys.executable)  # as under torchrun
     try:
-        launch_agent(config, python, ["-u", "-m", "torchtitan_lite.train", *spec["words"]])
+        launch_agent(config, MODULE, spec["words"])
     except dist.DistError as error:
         raise RankLostError(
             f"not all of NNODES={at['nnodes']} nodes have come within [comm] init_timeout_seconds "
@@ -145,26 +150,35 @@ def run_workers(spec: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the workers until they are done. Exit code 1 if they fail."""
-    spec = json.loads(sys.argv[1])
+    failure = int(sys.argv[1])
     # Stop and save, as after SIGTERM, when the launcher is gone: nobody else would stop the run.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != spec["launcher"]:
+    told = sys.stdin.read()
+    spec = json.loads(told) if told else {}
+    if os.getppid() != spec.get("launcher"):
         return
     os.environ["TORCHTITAN_LITE_AGENT"] = str(os.getpid())  # whose end a worker must not miss
     allow_long_saves()
     spare_compilers()
+    fork_workers(ForkedWorker)
 
     # torch shows the workers' stderr on sys.stderr. Its loggers keep the stream of its import.
+    terminal_fd = os.dup(2)
+    with Path(spec["log_dir"], "torchrun.log").open("wb") as log:
+        os.dup2(log.fileno(), 2)
     try:
-        with os.fdopen(spec["terminal"], "w", buffering=1) as terminal, redirect_stderr(terminal):
+        with os.fdopen(terminal_fd, "w", buffering=1) as terminal, redirect_stderr(terminal):
+            for name in (MODULE, *spec["modules"]):
+                import_module(name)  # once, for all workers
             try:
                 run_workers(spec)
             except (ChildFailedError, RunError) as error:
-                os.write(spec["failure"], json.dumps(describe(error)).encode())
+                os.write(failure, json.dumps(describe(error)).encode())
                 raise
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # a thread may wait for ever, for node 0 or, after a second signal, for workers
+    os._exit(0)  # the interpreter's teardown takes half a second
 
 
 def describe(error: ChildFailedError | RunError) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RankLostError, RunError
 from torchtitan_lite.base.terminal import clean
-from torchtitan_lite.config import load_config
+from torchtitan_lite.config import Config, load_config
 
 from .compiler_checks import check_compiler
 from .run_folder import Status, explained, job_name, read_status, take_lock, time_name, write_status
@@ -137,6 +137,17 @@ def read_count(env: Mapping[str, str], name: str, default: int | str, *, minimum
     return int(text)
 
 
+def shared_modules(config: Config, *, gpus: int) -> list[str]:
+    """Return the modules that all workers of `config` import beside `torchtitan_lite.train`, and
+    that a process may import before it is forked: torchao asks for the GPUs, if there are any,
+    after which a forked process cannot use them."""
+    modules = {
+        "torchao.float8": config.float8.enable_float8_linear and not gpus,
+        "torch._inductor.compile_fx": config.compile.enable,
+    }
+    return [name for name, is_used in modules.items() if is_used]
+
+
 def count_cuda_devices(env: Mapping[str, str]) -> int:
     """Return the number of CUDA devices that PyTorch may use, without importing it."""
     if (visible := env.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -188,41 +199,41 @@ class AgentEnd:
     rank: int | None = None  # first of its workers that failed
 
 
-def run_agent(
-    launch: Launch, listener: socket.socket | None, *, log_dir: Path, timeout_s: float
-) -> AgentEnd:
-    """Run the agent in its own session, so that Ctrl-C reaches only this process, and wait for its
-    end. It takes over `listener`."""
-    failure, failure_writer = os.pipe()
-    passed = {"terminal": os.dup(2), "failure": failure_writer}
-    spec = launch.agent_spec(listener, timeout_s=timeout_s)
-    spec |= {**passed, "log_dir": str(log_dir), "launcher": os.getpid()}
-    with (log_dir / "torchrun.log").open("wb") as log:
-        agent = subprocess.Popen(
-            [*AGENT, json.dumps(spec)],
+class Agent:
+    """The agent's process. It imports torch while the launcher checks the config."""
+
+    def __init__(self, launch: Launch, listener: socket.socket | None) -> None:
+        """Start it in its own session, so that Ctrl-C reaches only the launcher."""
+        self.failure, failure = os.pipe()
+        self.process = subprocess.Popen(
+            [*AGENT, str(failure)],
             env=os.environ | launch.worker_env,
-            stdin=subprocess.DEVNULL,
-            stderr=log,
-            pass_fds=[*passed.values(), *([listener.fileno()] if listener else [])],
+            stdin=subprocess.PIPE,
+            pass_fds=[failure, *([listener.fileno()] if listener else [])],
             start_new_session=True,
         )
-    os.close(failure_writer)
-    if listener is not None:
-        listener.close()
+        os.close(failure)
 
-    # Forward only the first signal: the agent would abandon its workers at a second one. An agent
-    # without workers dies of it.
-    stop = StopSignal(kill=lambda: kill(agent))
-    forwarded = False
-    while agent.poll() is None:
-        if stop.received and not forwarded:
-            say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, stops unsaved")
-            agent.send_signal(stop.received)
-            forwarded = True
-        time.sleep(0.1)
+    def run(self, spec: Mapping[str, Any]) -> AgentEnd:
+        """Tell it what to run, and wait for its end."""
+        assert self.process.stdin is not None, "stdin is a pipe"
+        with suppress(BrokenPipeError), self.process.stdin as told:
+            told.write(json.dumps(spec).encode())
 
-    said = json.loads(os.read(failure, 65536) or b"{}")
-    return AgentEnd(agent.pid, agent.returncode, stop.received, stop.repeated, **said)
+        # Forward only the first signal: the agent would abandon its workers at a second one. An
+        # agent without workers dies of it.
+        stop = StopSignal(kill=lambda: kill(self.process))
+        forwarded = False
+        while self.process.poll() is None:
+            if stop.received and not forwarded:
+                say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, stops unsaved")
+                self.process.send_signal(stop.received)
+                forwarded = True
+            time.sleep(0.1)
+
+        said = json.loads(os.read(self.failure, 65536) or b"{}")
+        process = self.process
+        return AgentEnd(process.pid, process.returncode, stop.received, stop.repeated, **said)
 
 
 def kill(agent: subprocess.Popen[bytes]) -> None:
@@ -308,18 +319,26 @@ def say(*lines: str) -> None:
 
 def main(argv: list[str]) -> NoReturn:
     """Launch the run, wait for it, report how it ended, and exit with its exit code."""
-    # Check everything that can be checked before any process starts.
+    # Check all that can be checked without torch, which the agent imports meanwhile.
     launch = Launch(os.environ, argv)
-    config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
-    check_compiler(os.environ, compiles=config.compile.enable, on_gpu=launch.gpus > 0)
     listener = listen(launch.endpoint) if launch.node_rank == 0 else None
+    agent = Agent(launch, listener)
+    try:
+        config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
+        check_compiler(os.environ, compiles=config.compile.enable, on_gpu=launch.gpus > 0)
+        path = Path(config.job.dump_folder)
+        log_dir = make_log_folder(path)
+    except BaseException:
+        agent.process.kill()
+        raise
 
     # Run, with the logs in the run folder.
-    path = Path(config.job.dump_folder)
-    log_dir = make_log_folder(path)
     since = time.time()
-    timeout_s = config.comm.init_timeout_seconds
-    end = run_agent(launch, listener, log_dir=log_dir, timeout_s=timeout_s)
+    spec = launch.agent_spec(listener, timeout_s=config.comm.init_timeout_seconds)
+    if listener is not None:
+        listener.close()  # the agent has it
+    spec |= {"log_dir": str(log_dir), "launcher": os.getpid()}
+    end = agent.run(spec | {"modules": shared_modules(config, gpus=launch.gpus)})
     if end.exit_code == 0:
         sys.exit()
     sys.exit(report_end(launch, end, path=path, log_dir=log_dir, since=since))
