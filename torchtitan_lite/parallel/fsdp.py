@@ -77,7 +77,7 @@ class HostReduceScatter(ReduceScatter):
     """FSDP's reduce-scatter on gloo, whose own sends all sums to all ranks: here each rank gets the
     parts of its own, and adds them in the order of the ranks. Half the time with two ranks."""
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an empty tensor, for the input or the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 

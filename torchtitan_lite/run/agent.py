@@ -1,39 +1,22 @@
 """The elastic agent of this node: starts the workers, and starts them again after a failure.
 
-`run.launch` starts it as `python -m torchtitan_lite.run.agent FAILURE`, so that it imports torch
-while the config is checked. FAILURE is a file descriptor for JSON: the arguments of AgentEnd that
-say what failed. What to run is JSON on standard input:
-
-  modules       what is imported before the workers are forked, beside `torchtitan_lite.train`
-  words         arguments of `torchtitan_lite.train`
-  store         arguments of `open_store`
-  ngpu          workers to start
-  max_restarts  how often all workers are started again
-  log_dir       folder of the logs: the workers', and torchrun.log, the agent's own stderr
-  launcher      process that the agent must not outlive
-"""
-
-import gc
-import os
-import signal
-import sys
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler does not run during C++ waits
-    if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
-        del sys.path[0]  # a random.py in the working directory would shadow the standard library's
-    gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
+`run.launch` forks it. It imports what the workers need, and forks them: torch is loaded once."""
 
 import ctypes
+import gc
 import json
+import os
 import secrets
+import signal
+import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -45,9 +28,15 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError
 from torchtitan_lite.patches import allow_long_saves, fork_workers, spare_compilers
 
-from .forked_worker import MODULE, ForkedWorker
+from .forked import (
+    ForkedProcess,
+    close_all_but_standard_streams,
+    name_process,
+    set_streams,
+)
 from .signals import REPEAT_SECONDS
 
+MODULE = "torchtitan_lite.train"
 START_KEY, BACKEND = "torchtitan_lite/start", "torchtitan_lite"
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
@@ -57,7 +46,7 @@ class NodeRendezvous(StaticTCPRendezvous):
 
     Unlike c10d's rendezvous it unpickles nothing: whoever reaches c10d's store runs code here."""
 
-    def __init__(self, store: dist.Store, name: str, at: dict[str, Any]) -> None:
+    def __init__(self, store: dist.Store, name: str, at: Mapping[str, Any]) -> None:
         """`at` has the arguments of the `open_store` that returned the first two."""
         place = (at["host"], at["port"], at["node_rank"], at["nnodes"])
         super().__init__(*place, name, at["timeout_s"])
@@ -118,11 +107,34 @@ def open_store(
         ) from error
 
 
-def run_workers(spec: dict[str, Any]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the agent runs, and its ways to tell of it."""
+
+    words: Sequence[str]
+    """Arguments of MODULE."""
+    modules: Sequence[str]
+    """What is imported before the workers are forked, beside MODULE."""
+    store: Mapping[str, Any]
+    """Arguments of `open_store`."""
+    ngpu: int
+    """Workers to start."""
+    max_restarts: int
+    log_dir: str
+    """Folder of the workers' logs."""
+    terminal: int
+    """File descriptor for the workers' lines on stderr; the agent's own stderr is a log."""
+    failure: int
+    """File descriptor for JSON: the arguments of AgentEnd that say what failed."""
+    launcher: int
+    """Process that the agent must not outlive."""
+
+
+def run_workers(task: Task) -> None:
     """Run the workers until they are done. Raises ChildFailedError if a worker of this node failed,
     RankLostError if other nodes do not come."""
     # torch makes a rendezvous by the name of its kind.
-    at = spec["store"]
+    at = task.store
     store, name = open_store(**at)
     nodes = NodeRendezvous(store, name, at)
     rendezvous_handler_registry.register(BACKEND, lambda _: nodes)
@@ -131,16 +143,16 @@ def run_workers(spec: dict[str, Any]) -> None:
     config = LaunchConfig(
         min_nodes=at["nnodes"],
         max_nodes=at["nnodes"],
-        nproc_per_node=spec["ngpu"],
-        max_restarts=spec["max_restarts"],
+        nproc_per_node=task.ngpu,
+        max_restarts=task.max_restarts,
         run_id=name,
         rdzv_backend=BACKEND,
-        logs_specs=DefaultLogsSpecs(log_dir=spec["log_dir"], tee=Std.ALL),
+        logs_specs=DefaultLogsSpecs(log_dir=task.log_dir, tee=Std.ALL),
         log_line_prefix_template=os.environ["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"],
         signals_to_handle=",".join(each.name for each in REPEAT_SECONDS),
     )
     try:
-        launch_agent(config, MODULE, spec["words"])
+        launch_agent(config, MODULE, list(task.words))
     except dist.DistError as error:
         raise RankLostError(
             f"not all of NNODES={at['nnodes']} nodes have come within [comm] init_timeout_seconds "
@@ -148,37 +160,48 @@ def run_workers(spec: dict[str, Any]) -> None:
         ) from error
 
 
-def main() -> None:
-    """Run the workers until they are done. Exit code 1 if they fail."""
-    failure = int(sys.argv[1])
+def start_worker(
+    words: Sequence[str], env: Mapping[str, str], stdout: TextIO, stderr: TextIO
+) -> ForkedProcess:
+    """Start what would be `python -u -m torchtitan_lite.train WORDS` as a new program."""
+
+    def run() -> None:
+        set_streams(stdout.fileno(), stderr.fileno())
+        close_all_but_standard_streams()
+        os.environ.update(env)
+        sys.argv = [MODULE, *words]
+        name_process(["python", "-m", *sys.argv])
+        gc.freeze()  # later collections scan only objects made after the imports
+        gc.enable()
+        import_module(MODULE).main()
+
+    return ForkedProcess(run)
+
+
+def main(task: Task) -> None:
+    """Run the workers until they are done. Ends the process, with exit code 1 if they fail."""
     # Stop and save, as after SIGTERM, when the launcher is gone: nobody else would stop the run.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    told = sys.stdin.read()
-    spec = json.loads(told) if told else {}
-    if os.getppid() != spec.get("launcher"):
+    if os.getppid() != task.launcher:
         return
     os.environ["TORCHTITAN_LITE_AGENT"] = str(os.getpid())  # whose end a worker must not miss
     allow_long_saves()
     spare_compilers()
-    fork_workers(ForkedWorker)
+    fork_workers(start_worker)
 
     # torch shows the workers' stderr on sys.stderr. Its loggers keep the stream of its import.
-    terminal_fd = os.dup(2)
-    with Path(spec["log_dir"], "torchrun.log").open("wb") as log:
-        os.dup2(log.fileno(), 2)
     try:
-        with os.fdopen(terminal_fd, "w", buffering=1) as terminal, redirect_stderr(terminal):
-            for name in (MODULE, *spec["modules"]):
+        with os.fdopen(task.terminal, "w", buffering=1) as terminal, redirect_stderr(terminal):
+            for name in (MODULE, *task.modules):
                 import_module(name)  # once, for all workers
             try:
-                run_workers(spec)
+                run_workers(task)
             except (ChildFailedError, RunError) as error:
-                os.write(failure, json.dumps(describe(error)).encode())
+                os.write(task.failure, json.dumps(describe(error)).encode())
                 raise
     except BaseException:
         traceback.print_exc()
         os._exit(1)  # a thread may wait for ever, for node 0 or, after a second signal, for workers
-    os._exit(0)  # the interpreter's teardown takes half a second
 
 
 def describe(error: ChildFailedError | RunError) -> dict[str, Any]:
@@ -196,7 +219,3 @@ def describe(error: ChildFailedError | RunError) -> dict[str, Any]:
     killed = f"rank {rank} was killed by {failure.signal_name()}"
     print(killed, file=sys.stderr)  # other ranks, which only miss it, may report it first
     return {"cause": killed, "cause_code": RankLostError.exit_code, "rank": rank}
-
-
-if __name__ == "__main__":
-    main()

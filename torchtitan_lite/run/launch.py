@@ -6,6 +6,7 @@ restarts one worker, torchtitan_lite.train, per rank. It needs its own process, 
 replaces all signal handlers and waits for other nodes in C++, where no Python handler runs.
 """
 
+import gc
 import json
 import os
 import re
@@ -25,10 +26,10 @@ from torchtitan_lite.base.terminal import clean
 from torchtitan_lite.config import Config, load_config
 
 from .compiler_checks import check_compiler
+from .forked import ForkedProcess, name_process, set_streams
 from .run_folder import Status, explained, job_name, read_status, take_lock, time_name, write_status
 from .signals import StopSignal
 
-AGENT = (sys.executable, "-m", "torchtitan_lite.run.agent")
 VARIABLES = """\
 variables:
   CONFIG_FILE    TOML file, or the name of a shipped one (debug_model); --job.config_file FILE does
@@ -89,8 +90,9 @@ class Launch:
                 f"NODE_RANK={self.node_rank} must be below NNODES={self.nnodes}; nodes count from 0"
             )
 
-    def agent_spec(self, listener: socket.socket | None, *, timeout_s: float) -> dict[str, Any]:
-        """Return the agent's SPEC. `listener` is node 0's socket for the run's store."""
+    def task(self, listener: socket.socket | None, *, timeout_s: float) -> dict[str, Any]:
+        """Return what the launch says of the agent's Task. `listener` is node 0's socket for the
+        run's store, which is the agent's from here on."""
         host, _, port = self.endpoint.rpartition(":")
         if listener is not None:
             port = listener.getsockname()[1]
@@ -99,7 +101,7 @@ class Launch:
             "port": int(port),
             "node_rank": self.node_rank,
             "nnodes": self.nnodes,
-            "listener": None if listener is None else listener.fileno(),
+            "listener": None if listener is None else listener.detach(),
             "timeout_s": timeout_s,
         }
         counts = {"ngpu": self.ngpu, "max_restarts": self.max_restarts}
@@ -199,49 +201,57 @@ class AgentEnd:
     rank: int | None = None  # first of its workers that failed
 
 
-class Agent:
-    """The agent's process. It imports torch while the launcher checks the config."""
+def run_agent(task: Mapping[str, Any], env: Mapping[str, str], *, log: Path) -> AgentEnd:
+    """Run the agent, with `env` added to its environment and `log` as its stderr, and wait for its
+    end. `task` are the arguments of its Task that say what to run."""
+    failure, failure_writer = os.pipe()
+    launcher, terminal = os.getpid(), os.dup(2)
 
-    def __init__(self, launch: Launch, listener: socket.socket | None) -> None:
-        """Start it in its own session, so that Ctrl-C reaches only the launcher."""
-        self.failure, failure = os.pipe()
-        self.process = subprocess.Popen(
-            [*AGENT, str(failure)],
-            env=os.environ | launch.worker_env,
-            stdin=subprocess.PIPE,
-            pass_fds=[failure, *([listener.fileno()] if listener else [])],
-            start_new_session=True,
-        )
-        os.close(failure)
+    def run() -> None:
+        with log.open("wb") as stderr:
+            set_streams(1, stderr.fileno())
+        name_process([sys.argv[0], "agent"])
+        os.environ.update(env)
+        gc.disable()  # imports create many permanent objects; scanning them again wastes time
+        AGENT({**task, "launcher": launcher, "terminal": terminal, "failure": failure_writer})
 
-    def run(self, spec: Mapping[str, Any]) -> AgentEnd:
-        """Tell it what to run, and wait for its end."""
-        assert self.process.stdin is not None, "stdin is a pipe"
-        with suppress(BrokenPipeError), self.process.stdin as told:
-            told.write(json.dumps(spec).encode())
+    agent = ForkedProcess(run)
+    for descriptor in (terminal, failure_writer, task["store"]["listener"]):
+        if descriptor is not None:
+            os.close(descriptor)
 
-        # Forward only the first signal: the agent would abandon its workers at a second one. An
-        # agent without workers dies of it.
-        stop = StopSignal(kill=lambda: kill(self.process))
-        forwarded = False
-        while self.process.poll() is None:
-            if stop.received and not forwarded:
-                say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, stops unsaved")
-                self.process.send_signal(stop.received)
-                forwarded = True
-            time.sleep(0.1)
+    # Forward only the first signal: the agent would abandon its workers at a second one. An agent
+    # without workers dies of it.
+    stop = StopSignal(kill=lambda: kill(agent))
+    forwarded = False
+    while (exit_code := agent.poll()) is None:
+        if stop.received and not forwarded:
+            say("stopping, saved if enabled; Ctrl-C, or another signal after 3 s, stops unsaved")
+            agent.send_signal(stop.received)
+            forwarded = True
+        time.sleep(0.1)
 
-        said = json.loads(os.read(self.failure, 65536) or b"{}")
-        process = self.process
-        return AgentEnd(process.pid, process.returncode, stop.received, stop.repeated, **said)
+    said = json.loads(os.read(failure, 65536) or b"{}")
+    return AgentEnd(agent.pid, exit_code, stop.received, stop.repeated, **said)
 
 
-def kill(agent: subprocess.Popen[bytes]) -> None:
+def start_agent(task: Mapping[str, Any]) -> None:
+    """Be the agent."""
+    from .agent import Task, main  # they import torch
+
+    main(Task(**task))
+
+
+AGENT = start_agent
+"""Replaced by tests."""
+
+
+def kill(agent: ForkedProcess) -> None:
     """Kill the agent first, so that it starts no more workers, then the workers' process groups."""
     children: list[str] = []
     with suppress(OSError):
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    agent.kill()
+    agent.send_signal(signal.SIGKILL)
     for child in children:
         with suppress(ProcessLookupError):
             os.killpg(int(child), signal.SIGKILL)
@@ -319,26 +329,19 @@ def say(*lines: str) -> None:
 
 def main(argv: list[str]) -> NoReturn:
     """Launch the run, wait for it, report how it ended, and exit with its exit code."""
-    # Check all that can be checked without torch, which the agent imports meanwhile.
+    # Check everything that can be checked before any process starts.
     launch = Launch(os.environ, argv)
+    config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
+    check_compiler(os.environ, compiles=config.compile.enable, on_gpu=launch.gpus > 0)
     listener = listen(launch.endpoint) if launch.node_rank == 0 else None
-    agent = Agent(launch, listener)
-    try:
-        config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
-        check_compiler(os.environ, compiles=config.compile.enable, on_gpu=launch.gpus > 0)
-        path = Path(config.job.dump_folder)
-        log_dir = make_log_folder(path)
-    except BaseException:
-        agent.process.kill()
-        raise
 
     # Run, with the logs in the run folder.
+    path = Path(config.job.dump_folder)
+    log_dir = make_log_folder(path)
     since = time.time()
-    spec = launch.agent_spec(listener, timeout_s=config.comm.init_timeout_seconds)
-    if listener is not None:
-        listener.close()  # the agent has it
-    spec |= {"log_dir": str(log_dir), "launcher": os.getpid()}
-    end = agent.run(spec | {"modules": shared_modules(config, gpus=launch.gpus)})
+    task = launch.task(listener, timeout_s=config.comm.init_timeout_seconds)
+    task |= {"log_dir": str(log_dir), "modules": shared_modules(config, gpus=launch.gpus)}
+    end = run_agent(task, launch.worker_env, log=log_dir / "torchrun.log")
     if end.exit_code == 0:
         sys.exit()
     sys.exit(report_end(launch, end, path=path, log_dir=log_dir, since=since))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Parameter
 
+from torchtitan_lite import patches
 from torchtitan_lite.checkpoint.manifest import TrainingProgress
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
 from torchtitan_lite.models.init import local_part
@@ -27,6 +28,7 @@ def build_optimizer(
         from .bfloat16_adamw import BFloat16AdamW
 
         return BFloat16AdamW(parameters, backend=backend, **settings)
+    patches.update_shards()
     fused, foreach = (optimizer.implementation == name for name in ("fused", "foreach"))
     kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[optimizer.name]
     return kind(parameters, fused=fused, foreach=foreach, **settings)

@@ -1,41 +1,35 @@
-"""A worker process that the agent forks, with the modules that it has imported already."""
+"""Processes that are forked, so that they have what was imported before: the launcher forks the
+agent, and the agent the workers."""
 
 import ctypes
-import gc
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from .signals import REPEAT_SECONDS
 
-MODULE = "torchtitan_lite.train"
 
+class ForkedProcess:
+    """A child in its own session, with the methods of `subprocess.Popen` that torch's agent calls.
 
-class ForkedWorker:
-    """A child process, with those methods of `subprocess.Popen` that torch's agent calls.
+    Threads of this process do not exist in it. It starts with the default signal handlers."""
 
-    It becomes what `python -u -m torchtitan_lite.train` would be as a new program: in its own
-    session, with its own output and environment, the default signal handlers, and none of the
-    agent's sockets. Threads of the agent, such as its store's, do not exist in it."""
-
-    def __init__(
-        self, words: Sequence[str], env: Mapping[str, str], stdout: TextIO, stderr: TextIO
-    ) -> None:
-        """Start a worker with the command line `words`."""
-        # A signal that comes between must not run the agent's handler in the worker.
+    def __init__(self, run: Callable[[], None]) -> None:
+        """Start a process that calls `run`, and ends by `os._exit` with the code that this exits
+        with: 0 if it returns, 1 after an error, whose traceback it prints."""
+        # A signal must not run a handler of this process in the child.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, REPEAT_SECONDS)
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            become_worker(words, env, stdout=stdout.fileno(), stderr=stderr.fileno())
+            _run_to_the_end(run)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def poll(self) -> int | None:
@@ -52,7 +46,7 @@ class ForkedWorker:
         end = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > end:
-                raise TimeoutExpired(MODULE, timeout)
+                raise TimeoutExpired("a forked process", timeout)
             time.sleep(0.05)
         return code
 
@@ -62,10 +56,7 @@ class ForkedWorker:
             os.kill(self.pid, number)
 
 
-def become_worker(
-    words: Sequence[str], env: Mapping[str, str], *, stdout: int, stderr: int
-) -> NoReturn:
-    """Run the worker's module in this forked process, and end the process with its exit code."""
+def _run_to_the_end(run: Callable[[], None]) -> NoReturn:
     exit_code = 1
     try:
         os.setsid()
@@ -73,20 +64,7 @@ def become_worker(
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, REPEAT_SECONDS)
-        null = os.open(os.devnull, os.O_RDONLY)
-        for target, source in enumerate((null, stdout, stderr)):
-            os.dup2(source, target)
-        for descriptor in os.listdir("/proc/self/fd"):
-            if int(descriptor) > 2:
-                with suppress(OSError):  # the list's own
-                    os.close(int(descriptor))
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-        os.environ.update(env)
-        sys.argv = [MODULE, *words]
-        name_process("python", "-u", "-m", *sys.argv)
-        gc.freeze()  # later collections scan only objects made after the imports
-        gc.enable()
-        import_module(MODULE).main()
+        run()
         exit_code = 0
     except SystemExit as ended:
         exit_code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
@@ -96,7 +74,29 @@ def become_worker(
         os._exit(exit_code)
 
 
-def name_process(*words: str) -> None:
+def set_streams(stdout: int, stderr: int) -> None:
+    """Make two file descriptors the standard output and error, as of `python -u`, and the null
+    device standard input."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    for target, source in enumerate((null, stdout, stderr)):
+        os.dup2(source, target)
+    os.close(null)
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", buffering=1, closefd=False, errors="backslashreplace")
+        for number in (1, 2)
+    )
+
+
+def close_all_but_standard_streams() -> None:
+    """Close the files and sockets of the process from which this one was forked. No object of it
+    may be collected afterwards: it would close what has the same number by then."""
+    for descriptor in list(Path("/proc/self/fd").iterdir()):
+        if int(descriptor.name) > 2:
+            with suppress(OSError):  # that of the folder itself is closed already
+                os.close(int(descriptor.name))
+
+
+def name_process(words: Sequence[str]) -> None:
     """Show `words` as the command line of this process in ps and top, as far as there is room:
     write over those that it was started with."""
     with suppress(OSError, ValueError):
