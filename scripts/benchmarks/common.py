@@ -177,8 +177,8 @@ def run_config(
             command = torchrun([*program, *words], processes=processes)
 
         # With a cache of its own each run compiles, and none profits from the one before.
-        changed = {"TORCHINDUCTOR_CACHE_DIR": str(path / "compiled"), "NGPU": str(processes)} | dict(env or {})
-        watched = watch(command, env=environment(**changed))
+        own = {"TORCHINDUCTOR_CACHE_DIR": str(path / "compiled"), "NGPU": str(processes)}
+        watched = watch(command, env=environment(**{**own, **(env or {})}))
         records = path / "run/metrics.jsonl"
         lines = records.read_text().splitlines() if records.exists() else []
         return watched, [json.loads(line) for line in lines]

@@ -1,5 +1,5 @@
 """Training of a tiny model, with faults: `fault_worker.py '<JSON list of faults>' <arguments of
-torchtitan_lite.train>`.
+torchtitan_lite.train>`, or `main` in a worker that our launcher has forked.
 
 A fault is an object with the keys `do`, a function below; `at`, the place; and `rank` (without it:
 all ranks). Other keys are the function's arguments. The places are:
@@ -266,13 +266,14 @@ def init_distributed(comm: CommConfig) -> torch.device:
     return device
 
 
-INIT_DISTRIBUTED = train.init_distributed
+TRAIN, INIT_DISTRIBUTED = train.main, train.init_distributed
 COMMIT, WRITE_TENSORS = folders.commit, checkpointer.write_tensors
 CLIP_GRADIENTS = trainer.clip_gradients
 
 
-if __name__ == "__main__":
-    faults.extend(json.loads(sys.argv.pop(1)))
+def main(listed: str) -> None:
+    """Train with the faults of a JSON list."""
+    faults.extend(json.loads(listed))
     tiny = flavors.ModelArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=64, vocab_size=0)
     flavors.FLAVORS.update(debugmodel=tiny, wider=replace(tiny, dim=64))
     train.Trainer, train.init_distributed = FaultyTrainer, init_distributed
@@ -281,4 +282,8 @@ if __name__ == "__main__":
     folders.commit, checkpointer.write_tensors = commit, write_tensors
     trainer.clip_gradients = clip_gradients
     happen("start")
-    train.main()
+    TRAIN()
+
+
+if __name__ == "__main__":
+    main(sys.argv.pop(1))

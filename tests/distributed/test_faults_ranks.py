@@ -71,7 +71,24 @@ def executable(path: Path, line: str) -> str:
 
 
 PLACES: dict[str, str] = {}
-"""The worker, fault_worker.py, and an environment that needs no installation, as variables."""
+"""A path to fault_worker.py, and an environment that needs no installation, as variables."""
+FAULTY = """
+import os, sys
+
+def be_faulty():
+    if train := sys.modules.get("torchtitan_lite.train"):  # else this process is the agent
+        train_without_faults = train.main
+
+        def main():
+            train.main = train_without_faults
+            import fault_worker
+            fault_worker.main(os.environ["FAULTS"])
+
+        train.main = main
+
+os.register_at_fork(after_in_child=be_faulty)
+"""
+"""Runs fault_worker.py in each worker that our launcher forks."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,8 +98,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> None:
     executable(folder / "env/bin/python", f'exec {sys.executable} "$@"')
     stamp = f"{ROOT}\n{(ROOT / 'pyproject.toml').read_text()}"
     (folder / "env/torchtitan_lite.stamp").write_text(stamp)
-    worker = f'exec {sys.executable} {FOLDER}/fault_worker.py "$FAULTS" "${{@:4}}"'
-    PLACES["PYTHON_EXEC"] = executable(folder / "worker", worker)
+    (folder / "sitecustomize.py").write_text(FAULTY)
+    PLACES["PYTHONPATH"] = f"{ROOT}:{folder}:{FOLDER}"
     PLACES["VIRTUAL_ENV"], PLACES["XDG_CACHE_HOME"] = f"{folder}/env", f"{folder}/cache"
     PLACES["TEXT"] = f"{folder}/text.txt"
     Path(PLACES["TEXT"]).write_text(Path(json.__file__).with_name("decoder.py").read_text() * 4)

@@ -26,6 +26,8 @@ LATE = {
     ("parallel.parallelize", "parallel.context_parallel.apply_context_parallel"),
     ("parallel.parallelize", "parallel.tensor_parallel.apply_tensor_parallel"),
     ("parallel.parallelize", "parallel.tensor_parallel.enable_async_tensor_parallel"),
+    ("run.launch", "run.agent.Task"),
+    ("run.launch", "run.agent.main"),
     ("training.model", "float8.graph_passes.add_passes"),
     ("training.model", "parallel.pipeline.PipelinedMicrobatches"),
     ("training.model", "parallel.tensor_parallel.float8_gathers"),
@@ -36,8 +38,9 @@ LATE = {
     ("training.trainer", "training.profiling.Profiler"),
     ("training.trainer", "training.samples.Samples"),
 }
-"""Imports in a function: a run on a token store loads no code that makes one, and a run without
-pipeline, traces, another project's weights and the like not theirs."""
+"""Imports in a function: the launcher checks a config without torch; a run on a token store loads
+no code that makes one, and a run without pipeline, traces, another project's weights and the like
+not theirs."""
 WITHOUT_TORCH = ["base.files", "base.jsonfile", "base.terminal", "config", "config.job"]
 WITHOUT_TORCH += [f"catalog.{path.stem}" for path in PACKAGE.glob("catalog/[a-z]*.py")]
 WITHOUT_TORCH += ["run.launch", "tools.runs"]

@@ -29,6 +29,7 @@ from torchtitan_lite.run.launch import (
     listen,
     make_log_folder,
     report_end,
+    shared_modules,
     wait_for_end,
 )
 from torchtitan_lite.run.run_folder import RunFolder, Status, job_name
@@ -195,7 +196,6 @@ def test_run_train_sets_up_and_hands_over_to_the_launcher(project):
     ("words", "shown"),
     [
         ([" train", "--training.steps=-1"], "must be greater than or equal to 1"),
-        ([".run.agent"], "IndexError"),
         ([".train", "--training.steps=-1"], "no config file"),
     ],
 )
@@ -324,15 +324,23 @@ def test_the_agent_is_told_of_one_node_and_of_several():
         host, port = listener.getsockname()
         at = {"host": host, "port": port, "node_rank": 0, "nnodes": 1, "timeout_s": 9}
         store = {**at, "listener": listener.fileno()}
-        spec = asked(MAX_RESTARTS="3").agent_spec(listener, timeout_s=9)
+        task = asked(MAX_RESTARTS="3").task(listener, timeout_s=9)
+        os.close(store["listener"])  # the agent's
     words = ["--job.config_file", "debug_model"]
-    assert spec == {"words": words, "store": store, "ngpu": 2, "max_restarts": 3}
+    assert task == {"words": words, "store": store, "ngpu": 2, "max_restarts": 3}
     assert host == "127.0.0.1"
 
-    spec = asked(**NODES | {"RDZV_ENDPOINT": "[::1]:29500"}).agent_spec(None, timeout_s=9)
+    task = asked(**NODES | {"RDZV_ENDPOINT": "[::1]:29500"}).task(None, timeout_s=9)
     store = {"host": "::1", "port": 29500, "node_rank": 1, "nnodes": 2, "listener": None}
     store["timeout_s"] = 9
-    assert spec == {"words": words, "store": store, "ngpu": 8, "max_restarts": 0}
+    assert task == {"words": words, "store": store, "ngpu": 8, "max_restarts": 0}
+
+
+def test_with_gpus_the_agent_imports_nothing_that_asks_for_them():
+    torchao, compiler = "torchao.float8", "torch._inductor.compile_fx"
+    assert shared_modules(float8=True, compiles=True, gpus=0) == [torchao, compiler]
+    assert shared_modules(float8=True, compiles=True, gpus=8) == [compiler]
+    assert shared_modules(float8=False, compiles=False, gpus=0) == []
 
 
 @pytest.mark.parametrize("dualstack", [True, False])
@@ -492,13 +500,12 @@ SUPERVISED = """
 import signal, sys
 from torchtitan_lite.base.errors import run_script
 from torchtitan_lite.run import launch, signals
-launch.AGENT = [sys.executable, "-c", sys.argv[1]]
+launch.AGENT = lambda task: exec(sys.argv[1], {"__name__": "agent"})
 signals.REPEAT_SECONDS[signal.SIGTERM] = 1000.0
 run_script(lambda argv: launch.main(sys.argv[2:]))
 """
 STANDIN = """
 import json, os, signal, socket, subprocess, sys, time
-spec = json.loads(sys.argv[1])
 
 def end(state, exit_code, cause):
     status = {"state": state, "started": time.time(), "time": 0, "cause": cause}
@@ -602,45 +609,88 @@ def test_a_second_signal_kills_the_agent_and_its_workers_unless_it_repeats_the_f
         time.sleep(0.01)
 
 
-TRAIN = [sys.executable, "-m", "torchtitan_lite", "train"]
+WITH_WORKER = """
+import sys
+from torchtitan_lite.base.errors import run_script
+from torchtitan_lite.run import launch
+
+def start(task):
+    from torchtitan_lite.run import agent
+    agent.MODULE = "worker"
+    launch.start_agent(task)
+
+launch.AGENT = start
+run_script(launch.main)
+"""
+WORKER = "import os, signal, socket, sys, time\n\ndef main():\n    {}\n"
+
+
+def start_with_worker(folder: Path, lines: str, **env: str) -> subprocess.Popen[str]:
+    """Start a run of one process that calls `lines` instead of training."""
+    (folder / "worker.py").write_text(WORKER.format(lines.replace("\n", "\n    ")))
+    return subprocess.Popen(
+        [sys.executable, "-c", WITH_WORKER, f"--job.dump_folder={folder}/run"],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "NGPU": "1", **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+SPEAKS = "print('heard', *sys.argv[1:3]); print('too', file=sys.stderr); "
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(("worker", "exit_code"), [("kill -9 $$", 6), ("exit 0", 0)])
-def test_the_exit_code_is_the_failed_workers(worker, exit_code, tmp_path):
-    executable(tmp_path / "worker", f"#!/bin/sh\necho heard $4 $5; echo too >&2; {worker}\n")
+@pytest.mark.parametrize(
+    ("end", "exit_code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 6),
+        ("os._exit(0)", 0),
+        ("sys.exit(3)", 3),
+        ("1 / 0", 1),
+    ],
+)
+def test_the_exit_code_is_the_failed_workers(end, exit_code, tmp_path):
     config_file = "debug_model"
-    env = {"PYTHON_EXEC": str(tmp_path / "worker"), "NGPU": "1", "CONFIG_FILE": config_file}
-    env = os.environ | env
-    command = [*TRAIN, f"--job.dump_folder={tmp_path}/run"]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == exit_code
+    process = start_with_worker(tmp_path, SPEAKS + end, CONFIG_FILE=config_file)
+    stdout, stderr = process.communicate()
+    assert process.returncode == exit_code
     (log,) = tmp_path.glob("run/logs/*/torchrun.log")
     assert ("Traceback" in log.read_text()) == bool(exit_code)
-    assert result.stdout == f"[rank0] heard --job.config_file {config_file}\n"
+    assert stdout == f"[rank0] heard --job.config_file {config_file}\n"
     killed = "rank 0 was killed by SIGKILL"
-    told = rf"{killed}\nexit code 6: {killed}\nrank: 0\n(.+\n)*" if exit_code else ""
-    assert re.fullmatch(rf"\[rank0\] too\n{told}", result.stderr)
+    cause = killed if exit_code == 6 else f"rank 0 ended with exit code {exit_code}"
+    assert stderr.startswith("[rank0] too\n")
+    assert (f"exit code {exit_code}: {cause}\nrank: 0\n" in stderr) == bool(exit_code)
 
 
-WAITS = "#!/bin/sh\necho $MASTER_ADDR $TORCHELASTIC_RUN_ID\ntrap 'exit 0' TERM\nsleep 50 & wait\n"
+WAITS = """\
+print(os.environ["MASTER_ADDR"], os.environ["TORCHELASTIC_RUN_ID"])
+time.sleep(50)"""
 
 
 @pytest.mark.timeout(60)
 def test_the_agent_listens_on_loopback_and_ends_with_a_launcher_that_is_killed(tmp_path):
-    executable(tmp_path / "worker", WAITS)
-    env = os.environ | {"PYTHON_EXEC": str(tmp_path / "worker"), "NGPU": "1"}
-    command = [*TRAIN, f"--job.dump_folder={tmp_path}/run"]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    process = start_with_worker(tmp_path, WAITS)
     assert re.fullmatch(r"\[rank0\] 127\.0\.0\.1 [0-9a-f]{32}\n", process.stdout.readline())
-    agent = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0]
-    assert listening(agent) == ["127.0.0.1"]
+    (agent,) = children(process.pid)
+    (worker,) = children(agent)
+    assert (listening(process.pid), listening(agent)) == ([], ["127.0.0.1"])
+    links = [path.readlink() for path in Path(f"/proc/{worker}/fd").iterdir()]
+    assert [str(link) for link in links if "socket" in str(link)] == []  # its agent's may end
+    shown = Path(f"/proc/{worker}/cmdline").read_text().rstrip("\0").split("\0")
+    assert shown[:3] == ["python", "-m", "worker"]
     process.kill()
     assert process.stdout.read() == ""  # once the agent and its worker are gone
-    process.wait()
+    process.communicate()
 
 
-def listening(process: str) -> list[str]:
+def children(process: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+
+
+def listening(process: int) -> list[str]:
     """Return the addresses at which a process listens."""
     links = [str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir()]
     found = []

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RankLostError, RunError
 from torchtitan_lite.base.terminal import clean
-from torchtitan_lite.config import Config, load_config
+from torchtitan_lite.config import load_config
 
 from .compiler_checks import check_compiler
 from .forked import ForkedProcess, name_process, set_streams
@@ -139,14 +139,11 @@ def read_count(env: Mapping[str, str], name: str, default: int | str, *, minimum
     return int(text)
 
 
-def shared_modules(config: Config, *, gpus: int) -> list[str]:
-    """Return the modules that all workers of `config` import beside `torchtitan_lite.train`, and
-    that a process may import before it is forked: torchao asks for the GPUs, if there are any,
-    after which a forked process cannot use them."""
-    modules = {
-        "torchao.float8": config.float8.enable_float8_linear and not gpus,
-        "torch._inductor.compile_fx": config.compile.enable,
-    }
+def shared_modules(*, float8: bool, compiles: bool, gpus: int) -> list[str]:
+    """Return the modules that all workers import beside `torchtitan_lite.train`, and that a process
+    may import before it is forked: torchao asks for the GPUs, if there are any, after which a
+    forked process cannot use them."""
+    modules = {"torchao.float8": float8 and not gpus, "torch._inductor.compile_fx": compiles}
     return [name for name, is_used in modules.items() if is_used]
 
 
@@ -332,7 +329,8 @@ def main(argv: list[str]) -> NoReturn:
     # Check everything that can be checked before any process starts.
     launch = Launch(os.environ, argv)
     config = load_config(launch.words, world_size=launch.nnodes * launch.ngpu)
-    check_compiler(os.environ, compiles=config.compile.enable, on_gpu=launch.gpus > 0)
+    compiles = config.compile.enable
+    check_compiler(os.environ, compiles=compiles, on_gpu=launch.gpus > 0)
     listener = listen(launch.endpoint) if launch.node_rank == 0 else None
 
     # Run, with the logs in the run folder.
@@ -340,7 +338,10 @@ def main(argv: list[str]) -> NoReturn:
     log_dir = make_log_folder(path)
     since = time.time()
     task = launch.task(listener, timeout_s=config.comm.init_timeout_seconds)
-    task |= {"log_dir": str(log_dir), "modules": shared_modules(config, gpus=launch.gpus)}
+    task |= {"log_dir": str(log_dir)}
+    task["modules"] = shared_modules(
+        float8=config.float8.enable_float8_linear, compiles=compiles, gpus=launch.gpus
+    )
     end = run_agent(task, launch.worker_env, log=log_dir / "torchrun.log")
     if end.exit_code == 0:
         sys.exit()
