@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -89,6 +89,19 @@ def measure_pairs(
         for measure, into in turns[:: -1 if pair % 2 else 1]:
             into.append(measure())
     return ones, others
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """Call `action` and return the seconds that it took."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def tell(figures: Iterable[Mapping[str, Any]]) -> None:
+    """Print each figure as a line of JSON, for waits.py."""
+    for figure in figures:
+        print(json.dumps(figure), flush=True)
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,17 @@
-"""Measure one part of training: the loss, the data, checkpoints, or logging.
+"""Measure one part of training: the loss, or logging.
 
 python scripts/benchmarks/micro.py loss [--tokens 8192] [--vocab-size 128256] [--dim 256]
-python scripts/benchmarks/micro.py data [--source PATH] [--seq-len 8192]
-python scripts/benchmarks/micro.py checkpoint --job.config_file X.toml [--processes 2] ...
 python scripts/benchmarks/micro.py logging --job.config_file X.toml [--processes 1] [--pairs 5] ...
 """
 
 import argparse
 import multiprocessing
-import os
-import re
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 import torch
 from bare_loop import plain_loss
 from common import Ratios, describe_machine, measure_pairs, run_config
@@ -29,9 +19,6 @@ from torch import Tensor
 
 from torchtitan_lite.base.errors import run_script
 from torchtitan_lite.config import load_config
-from torchtitan_lite.data.sources import open_source
-from torchtitan_lite.data.token_store import TokenStore
-from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.metrics.hardware import peak_memory_gib
 from torchtitan_lite.models.loss import CrossEntropy
 
@@ -114,71 +101,6 @@ def report_losses(options: argparse.Namespace, overrides: list[str]) -> None:
         print(f"{cost}: {cost.mib / plain.mib:.2f} memory, {cost.seconds / plain.seconds:.2f} time")
 
 
-def seconds_of(action: Callable[[], object]) -> float:
-    """Call `action` and return the seconds that it took."""
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
-
-
-def report_data(options: argparse.Namespace, overrides: list[str]) -> None:
-    """Print how fast a token store is made beside the tokenizer alone, and how fast windows are
-    read beside numpy slices."""
-    cores = len(os.sched_getaffinity(0))
-    tokenizer = build_tokenizer("")
-    texts = [row.text for chunk in open_source(options.source).chunks() for row in chunk()]
-    with tempfile.TemporaryDirectory() as name:
-        stores = (Path(name) / str(number) for number in range(options.pairs))
-
-        def make() -> None:
-            words = ["data", "make", options.source, str(next(stores))]
-            command = [sys.executable, "-m", "torchtitan_lite", *words]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-        made, alone = measure_pairs(
-            lambda: seconds_of(make),
-            lambda: seconds_of(lambda: tokenizer.encode_documents(texts)) / cores,
-            pairs=options.pairs,
-        )
-        print(
-            f"rate of a store made by {cores} threads over {cores} x the tokenizer's: "
-            f"{Ratios.of(alone, made)}"
-        )
-
-        # Both read pages that are in the page cache.
-        store = TokenStore(Path(name) / "0")
-        tokens = np.asarray(store.read(0, store.tokens))
-        length = options.seq_len + 1
-        starts = np.random.default_rng(0).integers(0, store.tokens - length, (256, 8))
-        windows, slices = measure_pairs(
-            lambda: seconds_of(lambda: [store.windows(some, length) for some in starts]),
-            lambda: seconds_of(
-                lambda: [np.stack([tokens[i : i + length] for i in some]) for some in starts]
-            ),
-            pairs=10,
-        )
-        rate = starts.size * options.seq_len / statistics.median(windows) / 1e6
-        print(
-            f"windows of {options.seq_len}: {rate:,.0f} million tokens/s; over numpy slices: "
-            f"{Ratios.of(slices, windows)}"
-        )
-
-
-def report_checkpoints(options: argparse.Namespace, overrides: list[str]) -> None:
-    """Print for how long synchronous and asynchronous saves stop training. A save that begins
-    before the one before has ended waits for it: `--checkpoint.interval` must be long enough."""
-    medians = []
-    for mode in ("disabled", "async_with_pinned_mem"):
-        saves = ("--checkpoint.enable", f"--checkpoint.async_mode={mode}")
-        config = load_config([*overrides, *ONLY_TRAIN, *saves], world_size=options.processes)
-        run, _ = run_config(config, processes=options.processes)
-        text = "\n".join(line for _, line in run.lines)
-        seconds = [float(each) for each in re.findall(r"checkpoint_s ([\d.]+)", text)]
-        medians.append(statistics.median(seconds[1:]))  # the first copies into new memory
-        print(f"async_mode {mode}: {medians[-1]:.3f} s, median of {len(seconds) - 1} saves")
-    print(f"asynchronous over synchronous: {medians[1] / medians[0]:.3f}")
-
-
 def report_logging(options: argparse.Namespace, overrides: list[str]) -> None:
     """Print how much longer steps take that are all logged, by all of the config's writers."""
 
@@ -207,23 +129,15 @@ def main(argv: list[str]) -> None:
     )
     reports = {
         "loss": report_losses,
-        "data": report_data,
-        "checkpoint": report_checkpoints,
         "logging": report_logging,
     }
 
     # Options of the parts; what is unknown here overrides the config.
     parser.add_argument("part", choices=reports)
-    for name, default in {
-        "tokens": 8192,
-        "vocab-size": 128256,
-        "dim": 256,
-        "seq-len": 8192,
-    }.items():
+    for name, default in {"tokens": 8192, "vocab-size": 128256, "dim": 256}.items():
         parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--processes", type=positive, default=1)
     parser.add_argument("--pairs", type=positive, default=5)
-    parser.add_argument("--source", default="pystdlib", help="text (default: Python's library)")
     options, overrides = parser.parse_known_args(argv)
     print(describe_machine())
     reports[options.part](options, overrides)

@@ -106,13 +106,17 @@ def torchtitan_options(config: Config) -> list[str]:
     return [*options, *(f"--metrics.{setting}" for setting in metrics)]
 
 
-def run_torchtitan(config: Config, *, python: str, processes: int, shard_one: bool) -> Watched:
-    """Train the model of `config` with torchtitan in a new folder."""
+def run_torchtitan(
+    config: Config, *, python: str, processes: int, shard_one: bool, cache: Path | None = None
+) -> Watched:
+    """Train the model of `config` with torchtitan in a new folder, with an empty cache of the
+    compiler, or with `cache`."""
     dimensions = json.dumps(torchtitan_dimensions(config))
     with tempfile.TemporaryDirectory(prefix="benchmark_") as folder:
         words = [str(ADAPTER), dimensions, *["--shard-one"] * shard_one]
         words += [*torchtitan_options(config), f"--job.dump_folder={folder}/run"]
-        env = environment(TORCHINDUCTOR_CACHE_DIR=f"{folder}/compiled", CUDA_VISIBLE_DEVICES="")
+        compiled = str(cache or f"{folder}/compiled")
+        env = environment(TORCHINDUCTOR_CACHE_DIR=compiled, CUDA_VISIBLE_DEVICES="")
         env.pop("PYTHONPATH", None)  # it is for this Python
         return watch(torchrun(words, processes=processes, python=python), env=env)
 

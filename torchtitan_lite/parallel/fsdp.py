@@ -67,7 +67,7 @@ def apply_fsdp(
     if model.output is not None and not tied:
         shard([model.norm, model.output], reshard_after_forward=reshard_last)
     shard(model, reshard_after_forward=reshard_last)
-    if mesh.device_type == "cpu":
+    if dist.get_backend(mesh["dp_shard"].get_group()) == "gloo":
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(HostReduceScatter())

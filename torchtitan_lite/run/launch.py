@@ -207,7 +207,7 @@ def run_agent(task: Mapping[str, Any], env: Mapping[str, str], *, log: Path) -> 
     def run() -> None:
         with log.open("wb") as stderr:
             set_streams(1, stderr.fileno())
-        name_process([sys.argv[0], "agent"])
+        name_process(["torchtitan-lite", "agent"])
         os.environ.update(env)
         gc.disable()  # imports create many permanent objects; scanning them again wastes time
         AGENT({**task, "launcher": launcher, "terminal": terminal, "failure": failure_writer})

@@ -1,0 +1,105 @@
+"""The parts of waits.py that run whole trainings: launch to step 1, tokens/s, memory."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from common import Figures, environment, measure_pairs, run_config, seconds_of, tell, tokens_a_step
+from versus_torchtitan import SETTINGS, run_torchtitan
+
+from torchtitan_lite.config import load_config
+
+PEER = "torchtitan 0.2.2"
+DEBUG = (
+    *("--job.config_file=train_configs/debug_model.toml", "--training.seq_len=256"),
+    *("--training.local_batch_size=4", "--training.steps=15"),
+)
+SIZES = {
+    "30M": ("--model.dim=512", "--model.n_layers=8", "--model.ffn_dim=1536"),
+    "150M": ("--model.flavor=150M", "--model.vocab_size=2256"),
+}
+TITLES = {"tps": "tokens/s", "first_step_s": "launch to the end of step 1, s", "peak_mib": "MiB"}
+
+
+@contextmanager
+def cache_folder() -> Iterator[Path]:
+    """Yield an empty folder for the compiler, which only this user can read."""
+    with tempfile.TemporaryDirectory(prefix="benchmark_cache_") as name:
+        yield Path(name)
+
+
+def compare_runs(
+    title: str,
+    words: tuple[str, ...],
+    *,
+    python: str,
+    pairs: int,
+    processes: int = 2,
+    warm: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of runs of both. With `warm`, their compilers' caches are kept."""
+    config = load_config([*DEBUG, *words, *SETTINGS], world_size=processes)
+    tokens = tokens_a_step(config, processes=processes)
+    with cache_folder() as ours_cache, cache_folder() as their_cache:
+
+        def ours() -> Figures:
+            cache = {"TORCHINDUCTOR_CACHE_DIR": str(ours_cache)} if warm else {}
+            env = {"CUDA_VISIBLE_DEVICES": "", **cache}
+            return Figures.of(run_config(config, processes=processes, env=env)[0], tokens=tokens)
+
+        def theirs() -> Figures:
+            cache = their_cache if warm else None
+            run = run_torchtitan(
+                config, python=python, processes=processes, shard_one=False, cache=cache
+            )
+            return Figures.of(run, tokens=tokens)
+
+        if warm:
+            ours(), theirs()
+        one, other = measure_pairs(ours, theirs, pairs=pairs)
+    for name, unit in TITLES.items():
+        values = ([getattr(run, name) for run in runs] for runs in (one, other))
+        yield dict(zip(("ours", "theirs"), values, strict=True), name=f"{title}: {unit}", peer=PEER)
+
+
+def measure(python: str) -> Iterator[dict[str, Any]]:
+    """Yield the figures of a small model, eager and compiled, and of commands that end at once."""
+    compiled = ("--compile.enable",)
+    many = ("--training.steps=10", "--training.local_batch_size=1", "--training.seq_len=64")
+    compare = partial(compare_runs, python=python)
+    yield from compare("5.9M, eager", (), pairs=5)
+    yield from compare("5.9M, compiled, empty cache", compiled, pairs=2)
+    yield from compare("5.9M, compiled, kept cache", compiled, pairs=3, warm=True)
+    yield from compare("5.9M, eager, 8 ranks", many, pairs=2, processes=8)
+
+    def command(*words: str, of: str = sys.executable) -> float:
+        run = partial(subprocess.run, [of, *words], capture_output=True, check=False)
+        return seconds_of(lambda: run(env=environment(CUDA_VISIBLE_DEVICES="")))
+
+    train = ("-m", "torchtitan_lite", "train")
+    titan = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "torchtitan.train")
+    for name, word in (("a wrong value, s", "--training.steps=x"), ("--help, s", "--help")):
+        theirs = titan if word != "--help" else titan[-2:]
+        ours, others = measure_pairs(
+            partial(command, *train, word), partial(command, *theirs, word, of=python), pairs=3
+        )
+        yield {"name": name, "peer": PEER, "ours": ours, "theirs": others}
+
+
+def measure_sizes(python: str) -> Iterator[dict[str, Any]]:
+    """Yield the figures of larger models, eager."""
+    for name, words in SIZES.items():
+        steps = ("--training.steps=10", "--training.local_batch_size=2")
+        for figure in compare_runs(name, (*words, *steps), python=python, pairs=2):
+            if "launch" not in figure["name"]:
+                yield figure
+
+
+if __name__ == "__main__":
+    part, python = sys.argv[1:]
+    tell({"launch": measure, "sizes": measure_sizes}[part](python))
