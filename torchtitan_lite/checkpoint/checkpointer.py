@@ -174,7 +174,8 @@ class Checkpointer:
         if self._thread is None or weights_only:  # nothing is trained beside the last save
             self.last_saved = self._write(state, manifest)
         else:
-            copy = self._stager.stage(state)
+            on_gpu = self._device.type == "cuda"
+            copy = self._stager.stage(state) if on_gpu else states.copy_of(state)
             self._saving = self._thread.submit(self._write, copy, manifest)
 
     def wait(self) -> None:
