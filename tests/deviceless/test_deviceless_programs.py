@@ -1,17 +1,54 @@
 """Checkpoints from pinned memory, rows of the benchmark, and the kernels of a GPU day."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from fake_gpu import build, environment, read_counts
 from kernel_rates import PREDICTED
-from running import PROGRAM, SMALL, float8_matmuls, run, train
+from running import PROGRAM, ROOT, SMALL, float8_matmuls, run, train
 
 from torchtitan_lite.planner.measured import add_measured
 from torchtitan_lite.planner.plan import find_device
 from torchtitan_lite.run.run_folder import read_status
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]
+
+
+# ----- the launcher -----
+ADAPTED = """
+import os, sys
+
+def adapt():
+    if torch := sys.modules.get("torch"):
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+os.register_at_fork(after_in_child=adapt)
+"""
+"""Switches off cuDNN in processes that are forked, and in no others: those would fail."""
+
+
+@pytest.mark.parametrize("overrides", [[], ["--compile.enable"]])
+def test_workers_that_the_launcher_forks_can_use_their_gpus(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(ADAPTED)
+    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    env = {"NGPU": "2", "FAKE_GPU_COUNT": "2", "FAKE_GPU_COUNTS": str(tmp_path)} | paths
+    words = ["--training.steps=2", f"--job.dump_folder={tmp_path}/run", *overrides]
+    words += ["--training.max_consecutive_skips=2"]  # values mean nothing
+    result = subprocess.run(
+        [sys.executable, "-m", "torchtitan_lite", "train", *words],
+        env=os.environ | environment(build()) | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert float8_matmuls(read_counts(tmp_path, 1))
 
 
 # ----- async_mode -----

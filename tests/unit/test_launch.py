@@ -29,7 +29,6 @@ from torchtitan_lite.run.launch import (
     listen,
     make_log_folder,
     report_end,
-    shared_modules,
     wait_for_end,
 )
 from torchtitan_lite.run.run_folder import RunFolder, Status, job_name
@@ -334,13 +333,6 @@ def test_the_agent_is_told_of_one_node_and_of_several():
     store = {"host": "::1", "port": 29500, "node_rank": 1, "nnodes": 2, "listener": None}
     store["timeout_s"] = 9
     assert task == {"words": words, "store": store, "ngpu": 8, "max_restarts": 0}
-
-
-def test_with_gpus_the_agent_imports_nothing_that_asks_for_them():
-    torchao, compiler = "torchao.float8", "torch._inductor.compile_fx"
-    assert shared_modules(float8=True, compiles=True, gpus=0) == [torchao, compiler]
-    assert shared_modules(float8=True, compiles=True, gpus=8) == [compiler]
-    assert shared_modules(float8=False, compiles=False, gpus=0) == []
 
 
 @pytest.mark.parametrize("dualstack", [True, False])

@@ -18,6 +18,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any, TextIO
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -37,6 +38,9 @@ from .forked import (
 from .signals import REPEAT_SECONDS
 
 MODULE = "torchtitan_lite.train"
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Lets torch and torchao look for GPUs without CUDA: a process that is forked after a call of CUDA
+cannot use it."""
 START_KEY, BACKEND = "torchtitan_lite/start", "torchtitan_lite"
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
@@ -164,6 +168,7 @@ def start_worker(
     words: Sequence[str], env: Mapping[str, str], stdout: TextIO, stderr: TextIO
 ) -> ForkedProcess:
     """Start what would be `python -u -m torchtitan_lite.train WORDS` as a new program."""
+    has_gpus = torch.cuda.is_available()
 
     def run() -> None:
         set_streams(stdout.fileno(), stderr.fileno())
@@ -173,6 +178,9 @@ def start_worker(
         name_process(["python", "-m", *sys.argv])
         gc.freeze()  # later collections scan only objects made after the imports
         gc.enable()
+        del os.environ[NVML_CHECK]
+        if has_gpus and torch.cuda._is_in_bad_fork():  # NVML has failed: begin anew
+            os.execv(sys.executable, [sys.executable, "-m", *sys.argv])
         import_module(MODULE).main()
 
     return ForkedProcess(run)
@@ -184,6 +192,7 @@ def main(task: Task) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != task.launcher:
         return
+    os.environ[NVML_CHECK] = "1"
     os.environ["TORCHTITAN_LITE_AGENT"] = str(os.getpid())  # whose end a worker must not miss
     allow_long_saves()
     spare_compilers()

@@ -19,7 +19,8 @@ from .signals import REPEAT_SECONDS
 class ForkedProcess:
     """A child in its own session, with the methods of `subprocess.Popen` that torch's agent calls.
 
-    Threads of this process do not exist in it. It starts with the default signal handlers."""
+    It starts with the default signal handlers. Threads of this process do not exist in it, and what
+    they have locked stays locked: the agent's are Python's, and its store's, which waits."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         """Start a process that calls `run`, and ends by `os._exit` with the code that this exits

@@ -139,14 +139,6 @@ def read_count(env: Mapping[str, str], name: str, default: int | str, *, minimum
     return int(text)
 
 
-def shared_modules(*, float8: bool, compiles: bool, gpus: int) -> list[str]:
-    """Return the modules that all workers import beside `torchtitan_lite.train`, and that a process
-    may import before it is forked: torchao asks for the GPUs, if there are any, after which a
-    forked process cannot use them."""
-    modules = {"torchao.float8": float8 and not gpus, "torch._inductor.compile_fx": compiles}
-    return [name for name, is_used in modules.items() if is_used]
-
-
 def count_cuda_devices(env: Mapping[str, str]) -> int:
     """Return the number of CUDA devices that PyTorch may use, without importing it."""
     if (visible := env.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -339,9 +331,11 @@ def main(argv: list[str]) -> NoReturn:
     since = time.time()
     task = launch.task(listener, timeout_s=config.comm.init_timeout_seconds)
     task |= {"log_dir": str(log_dir)}
-    task["modules"] = shared_modules(
-        float8=config.float8.enable_float8_linear, compiles=compiles, gpus=launch.gpus
-    )
+    modules = {
+        "torchao.float8": config.float8.enable_float8_linear,
+        "torch._inductor.compile_fx": compiles,
+    }
+    task["modules"] = [name for name, is_used in modules.items() if is_used]
     end = run_agent(task, launch.worker_env, log=log_dir / "torchrun.log")
     if end.exit_code == 0:
         sys.exit()
