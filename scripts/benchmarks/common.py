@@ -232,18 +232,11 @@ TITLES = {
 def format_comparison(ours: Sequence[Figures], other: str, theirs: Sequence[Figures]) -> str:
     """Table of the medians of both, and of the ratios pair by pair."""
     lines = [f"{'':28}{'torchtitan_lite':>17}{other:>14}   ratio"]
-    for name, ratios in compare_figures(ours, theirs).items():
-        medians = [statistics.median(getattr(run, name) for run in runs) for runs in (ours, theirs)]
+    for name in TITLES:
+        values = [[getattr(run, name) for run in runs] for runs in (ours, theirs)]
+        medians, ratios = list(map(statistics.median, values)), Ratios.of(*values)
         lines.append(f"{TITLES[name]:28}{medians[0]:>17,.1f}{medians[1]:>14,.1f}   {ratios}")
     return "\n".join(lines)
-
-
-def compare_figures(ours: Sequence[Figures], theirs: Sequence[Figures]) -> dict[str, Ratios]:
-    """Return the ratios of each figure, pair by pair."""
-    return {
-        name: Ratios.of(*([getattr(run, name) for run in runs] for runs in (ours, theirs)))
-        for name in TITLES
-    }
 
 
 def check_values(config: Config, values: Mapping[str, Sequence[object]], *, other: str) -> None:

@@ -3,18 +3,14 @@
 python scripts/benchmarks/versus_torchtitan.py --python ENV/bin/python --job.config_file X.toml ...
 
 Runs of both take turns. README.md beside this file says how to make the environment, what is the
-same in both, and what is not. --save NAME writes the ratios into versus_torchtitan.json, from which
-the docs have their figures. All other options are overrides of the config, as in training.
+same in both, and what is not. All other options are overrides of the config, as in training.
 """
 
 import argparse
 import json
-import shlex
 import shutil
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,12 +18,9 @@ from typing import Any
 
 from common import (
     ALIKE,
-    TITLES,
     Figures,
-    Ratios,
     Watched,
     check_values,
-    compare_figures,
     describe_machine,
     environment,
     format_comparison,
@@ -44,7 +37,6 @@ from torchtitan_lite.config import Config, load_config, resolve_model
 from torchtitan_lite.data.tokenizer import build_tokenizer
 
 ADAPTER = Path(__file__).with_name("torchtitan_cpu.py")
-RESULTS = Path(__file__).with_name("versus_torchtitan.json")
 PARAMETERS = r"([\d,]+) (?:total )?parameters"
 """Number of parameters in either log."""
 THEIRS = {
@@ -123,9 +115,9 @@ def run_torchtitan(
 
 def compare(
     run_ours: Callable[[], Watched], run_theirs: Callable[[], Watched], *, tokens: int, pairs: int
-) -> dict[str, Ratios]:
-    """Run both in pairs, after one run of each that is not counted, print a table, and return the
-    ratios. Raises RunError if the models have different numbers of parameters."""
+) -> None:
+    """Run both in pairs, after one run of each that is not counted, and print a table. Raises
+    RunError if the models have different numbers of parameters."""
     counts = [int(run().find(PARAMETERS).replace(",", "")) for run in (run_ours, run_theirs)]
     if counts[0] != counts[1]:
         raise RunError(f"{counts[0]:,} parameters here, but {counts[1]:,} in torchtitan")
@@ -139,35 +131,6 @@ def compare(
         partial(measure, run_ours), partial(measure, run_theirs), pairs=pairs
     )
     print(f"{counts[0]:,} parameters\n{format_comparison(ours, 'torchtitan', theirs)}")
-    return compare_figures(ours, theirs)
-
-
-def save(name: str, ratios: Mapping[str, Ratios], *, path: Path = RESULTS) -> None:
-    """Write `ratios` into the results file, with what they were measured on and by."""
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results[name] = {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": describe_machine(),
-        "command": shlex.join(sys.argv),
-        "ratios": {figure: each.values for figure, each in ratios.items()},
-    }
-    path.write_text(json.dumps(results, indent=1) + "\n")
-
-
-def markdown(results: Mapping[str, Any]) -> str:
-    """Return the table for the docs: each figure's median, standard error and quartiles."""
-    columns = [f"{name}, {len(each['ratios']['tps'])} pairs" for name, each in results.items()]
-    rows = [["ours / torchtitan's", *columns], ["---", *["---:"] * len(columns)]]
-    for figure, title in TITLES.items():
-        ratios = [Ratios(tuple(each["ratios"][figure])) for each in results.values()]
-        cells = [
-            "{1:.2f} ± {error:.2f} ({0:.2f} to {2:.2f})".format(
-                *each.quartiles, error=each.standard_error
-            )
-            for each in ratios
-        ]
-        rows.append([title.split(",")[0], *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main(argv: list[str]) -> None:
@@ -179,7 +142,6 @@ def main(argv: list[str]) -> None:
     option("--python", required=True, help="Python that has torchtitan 0.2.2")
     option("--processes", type=int, default=2, help="of each run (default: 2)")
     option("--pairs", type=int, default=3, help="of runs, at least 2 (default: 3)")
-    option("--save", metavar="NAME", help="write the ratios under this name into the results file")
     option(
         "--shard-one",
         action="store_true",
@@ -195,7 +157,7 @@ def main(argv: list[str]) -> None:
     config = load_config([*overrides, *SETTINGS], world_size=processes)
     check_values(config, THEIRS, other="torchtitan on CPU")
     print(describe_machine())
-    ratios = compare(
+    compare(
         lambda: run_config(config, processes=processes, env={"CUDA_VISIBLE_DEVICES": ""})[0],
         lambda: run_torchtitan(
             config, python=options.python, processes=processes, shard_one=options.shard_one
@@ -203,8 +165,6 @@ def main(argv: list[str]) -> None:
         tokens=tokens_a_step(config, processes=processes),
         pairs=options.pairs,
     )
-    if options.save:
-        save(options.save, ratios)
 
 
 if __name__ == "__main__":

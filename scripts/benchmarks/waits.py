@@ -46,7 +46,7 @@ def run(python: str, out: Path, only: list[str]) -> None:
     for name in only or PARTS:
         began, load = time.time(), os.getloadavg()[0]
         program, *words = (python if word is PYTHON else word for word in PARTS[name])
-        command = [sys.executable, str(Path(__file__).with_name(program)), *words]
+        command = [sys.executable, str(Path(__file__).parent / program), *words]
         lines = watch(command, env=environment(), timeout_s=TIMEOUT_S).lines
         figures = [json.loads(line) for _, line in lines if line.startswith('{"name"')]
         results[name] = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import bare_loop
 import pytest
 import torch
+import waits
 from common import Figures, Ratios, Watched, measure_pairs, watch
 from fake_gpu_probe import FIRST_STEADY, STEPS, Settings, fake_gpu, note_steps
 from micro import measure_loss
@@ -16,8 +17,6 @@ from versus_on_fake_gpu import FIGURES, choose_cases, torchtitan_float8
 from versus_torchtitan import (
     ADAPTER,
     compare,
-    markdown,
-    save,
     torchtitan_dimensions,
     torchtitan_options,
 )
@@ -63,6 +62,31 @@ def test_watch_and_figures() -> None:
         Figures.of(Watched(run.lines[1:], 1.0), tokens=1)
 
 
+# ----- waits.py -----
+
+
+def test_waits_tables() -> None:
+    pairs = {"name": "a save, s", "peer": "DCP", "ours": [1.0, 3.0, 2.0], "theirs": [2.0, 2.0, 2.0]}
+    costs = {"name": "a step", "over": "layers", "seconds": {"4": 0.5, "8": 1.0}}
+    page = waits.table({"saves": {"figures": [pairs]}, "growth": {"figures": [costs]}})
+    assert "| a save, s | 2 | 2 | 1.00 ± 0.27 | DCP |\n" in page
+    assert page.endswith("| a step | layers | 4: 0.5, 8: 1 |")
+
+
+def test_waits_keeps_the_parts_that_it_does_not_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="--python"):
+        waits.main(["run", "--out", str(tmp_path), "--only", "launch"])
+    (tmp_path / "waits.json").write_text('{"text": {"figures": []}}')
+    program = tmp_path / "part.py"
+    program.write_text("""print('a log line'); print('{"name": "x"}')""")
+    monkeypatch.setattr(waits, "PARTS", {"data": (str(program),)})
+    waits.run("", tmp_path, [])
+    results = json.loads((tmp_path / "waits.json").read_text())
+    assert [*results] == ["text", "data"] and results["data"]["figures"] == [{"name": "x"}]
+
+
 # ----- bare_loop.py, micro.py -----
 
 
@@ -89,15 +113,10 @@ def test_losses_of_micro_are_the_same() -> None:
 # ----- versus_torchtitan.py, versus_on_fake_gpu.py, fake_gpu_probe.py -----
 
 
-def test_versus_torchtitan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_versus_torchtitan(capsys: pytest.CaptureFixture[str]) -> None:
     ours, theirs = watched(OURS, 0.5), watched(THEIRS, 1.0)
-    ratios = compare(lambda: ours, lambda: theirs, tokens=100, pairs=2)
+    compare(lambda: ours, lambda: theirs, tokens=100, pairs=2)
     assert "200.0         100.0   2.000 +- 0.000" in capsys.readouterr().out
-    for name in ("eager", "compiled"):
-        save(name, ratios, path=tmp_path / "results.json")
-    header, _, tps, *_ = markdown(json.loads((tmp_path / "results.json").read_text())).splitlines()
-    assert header == "| ours / torchtitan's | eager, 2 pairs | compiled, 2 pairs |"
-    assert tps == "| tokens/s a process | " + " | ".join(["2.00 ± 0.00 (2.00 to 2.00)"] * 2) + " |"
     dimensions = torchtitan_dimensions(load("--model.flavor=8B"))
     assert (dimensions["multiple_of"], dimensions["n_kv_heads"]) == (14336, 8)
     assert dimensions["rope_scaling_args"]["scaling_factor"] == 8.0
