@@ -21,6 +21,7 @@ from hypothesis import settings as hypothesis_settings
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters
 from torch._functorch import partitioners
+from torch._inductor import cpu_vec_isa
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.scheduler import MixOrderReduction
@@ -56,6 +57,9 @@ PATCHED: list[tuple[Any, str]] = [
     (float8_training_tensor, "_ToFloat8ConstrFunc"),
     (PContext.close, "__defaults__"),
     (SubprocessHandler, "close"),
+    (SubprocessHandler, "_popen"),
+    (cpu_vec_isa, "supported_vec_isa_list"),
+    (torch.optim.Optimizer, "_group_tensors_by_device_and_dtype"),
 ]
 """What patches.py replaces."""
 ORIGINALS = [

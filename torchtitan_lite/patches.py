@@ -100,9 +100,9 @@ def ignore_vnni_and_amx() -> None:
     """
     from torch._inductor import cpu_vec_isa as isa
 
+    beyond = (isa.VecAMX, getattr(isa, "VecAVX512VNNI", isa.VecAMX))
     listed = isa.supported_vec_isa_list
-    vnni = getattr(isa, "VecAVX512VNNI", isa.VecAMX)  # AMX is one of its subclasses
-    listed[:] = [each for each in listed if not isinstance(each, (vnni, isa.VecAMX))]
+    isa.supported_vec_isa_list = [each for each in listed if not isinstance(each, beyond)]
 
 
 def weigh_cudnn_attention() -> None:

@@ -9,10 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import Figures, environment, measure_pairs, run_config, seconds_of, tell, tokens_a_step
 from versus_torchtitan import SETTINGS, run_torchtitan
 
-from torchtitan_lite.config import load_config
+from torchtitan_lite.catalog.flavors import block_linear_shapes
+from torchtitan_lite.config import load_config, resolve_model
+from torchtitan_lite.data.tokenizer import build_tokenizer
 
 PEER = "torchtitan 0.2.2"
 DEBUG = (
@@ -63,8 +66,9 @@ def compare_runs(
             ours(), theirs()
         one, other = measure_pairs(ours, theirs, pairs=pairs)
     for name, unit in TITLES.items():
-        values = ([getattr(run, name) for run in runs] for runs in (one, other))
-        yield dict(zip(("ours", "theirs"), values, strict=True), name=f"{title}: {unit}", peer=PEER)
+        ours_values, their_values = ([getattr(run, name) for run in runs] for runs in (one, other))
+        figure = {"name": f"{title}: {unit}", "peer": PEER}
+        yield {**figure, "ours": ours_values, "theirs": their_values}
 
 
 def measure(python: str) -> Iterator[dict[str, Any]]:
@@ -92,12 +96,47 @@ def measure(python: str) -> Iterator[dict[str, Any]]:
 
 
 def measure_sizes(python: str) -> Iterator[dict[str, Any]]:
-    """Yield the figures of larger models, eager."""
+    """Yield the figures of larger models, eager, and how far a step is from its matmuls."""
     for name, words in SIZES.items():
         steps = ("--training.steps=10", "--training.local_batch_size=2")
         for figure in compare_runs(name, (*words, *steps), python=python, pairs=2):
             if "launch" not in figure["name"]:
                 yield figure
+    for name, words in {"5.9M": (), **SIZES}.items():
+        for recipe, dtype in (("bf16", torch.bfloat16), ("tensorwise, emulated", torch.float32)):
+            yield measure_floor(f"{name}, {recipe}", words, dtype)
+
+
+def measure_floor(name: str, words: tuple[str, ...], dtype: torch.dtype) -> dict[str, Any]:
+    """Return the seconds of an eager step of one process, and those of its matmuls alone, in the
+    type in which they run."""
+    float8 = dtype == torch.float32
+    short = ("--training.steps=6", "--training.local_batch_size=2", "--training.epochs=")
+    flag = f"--float8.enable_float8_linear={str(float8).lower()}"
+    config = load_config([*DEBUG, *words, *short, *SETTINGS, flag], world_size=1)
+    records = run_config(config, processes=1, env={"CUDA_VISIBLE_DEVICES": ""})[1]
+
+    args = resolve_model(config.model)
+    vocab_size = args.vocab_size or build_tokenizer("").vocab_size
+    matmuls = [(shape, dtype) for shape in block_linear_shapes(args).values()] * args.n_layers
+    matmuls.append(((vocab_size, args.dim), torch.bfloat16))
+    tokens = config.training.local_batch_size * config.training.seq_len
+    torch.set_num_threads(1)
+
+    def multiply() -> None:
+        for (rows, columns), kind in matmuls:
+            x, weight = (torch.ones(size, columns, dtype=kind) for size in (tokens, rows))
+            y = x @ weight.t()
+            torch.mm(y, weight), torch.mm(y.t(), x)
+
+    floor = [seconds_of(multiply) for _ in range(4)][1:]
+    ours = [record["step_time_s"] for record in records][-3:]
+    return {
+        "name": f"{name}: a step, s",
+        "peer": "its matmuls alone",
+        "ours": ours,
+        "theirs": floor,
+    }
 
 
 if __name__ == "__main__":

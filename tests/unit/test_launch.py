@@ -492,7 +492,7 @@ SUPERVISED = """
 import signal, sys
 from torchtitan_lite.base.errors import run_script
 from torchtitan_lite.run import launch, signals
-launch.AGENT = lambda task: exec(sys.argv[1], {"__name__": "agent"})
+launch.start_agent = lambda task: exec(sys.argv[1], {"__name__": "agent"})
 signals.REPEAT_SECONDS[signal.SIGTERM] = 1000.0
 run_script(lambda argv: launch.main(sys.argv[2:]))
 """
@@ -606,12 +606,14 @@ import sys
 from torchtitan_lite.base.errors import run_script
 from torchtitan_lite.run import launch
 
-def start(task):
+start_agent = launch.start_agent
+
+def start_with_worker(task):
     from torchtitan_lite.run import agent
     agent.MODULE = "worker"
-    launch.start_agent(task)
+    start_agent(task)
 
-launch.AGENT = start
+launch.start_agent = start_with_worker
 run_script(launch.main)
 """
 WORKER = "import os, signal, socket, sys, time\n\ndef main():\n    {}\n"

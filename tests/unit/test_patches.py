@@ -20,6 +20,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from sample_models import SMALL, on_meta, ready
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import partitioners
+from torch._inductor import cpu_vec_isa
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.scheduler import MixOrderReduction
 from torch._inductor.virtualized import V
@@ -30,6 +31,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.float8 import float8_ops, fsdp_utils
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
@@ -49,6 +51,35 @@ def join_as(rank: int) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+
+
+@pytest.mark.parametrize("kind", ["fused", "foreach"])
+def test_update_shards_lets_adam_change_the_shards_as_it_changes_dtensors(kind: str) -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func.__name__.startswith(("_fused_adamw_", "_foreach_lerp_")):
+                seen.append(type(args[0][0]))
+            return func(*args, **(kwargs or {}))
+
+    join_as(0)
+    mesh, results, seen = init_device_mesh("cpu", (2,)), [], []
+    for patch in (lambda: None, patches.update_shards, patches.update_shards):
+        patch()
+        shards = [DTensor.from_local(torch.arange(4.0) + i, mesh, [Shard(0)]) for i in range(2)]
+        weight = torch.nn.Parameter(shards[0])
+        weight.grad = shards[1]
+        with Seen():
+            torch.optim.AdamW([weight], lr=0.1, **{kind: True}).step()
+        results.append(weight.to_local())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert seen[-1] not in (DTensor, torch.nn.Parameter), seen
+
+
+def test_ignore_vnni_and_amx() -> None:
+    patches.ignore_vnni_and_amx()
+    names = list(map(str, cpu_vec_isa.supported_vec_isa_list))
+    assert {"avx512", "avx2"} <= set(names)
+    assert not [name for name in names if "vnni" in name or "amx" in name]
 
 
 @torch_213

@@ -5,6 +5,7 @@ async_mode this happens on a thread, in a process group of its own, from a copy 
 """
 
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -86,8 +87,11 @@ class Checkpointer:
             # Without this, the thread would use the first GPU.
             use_device = partial(torch.cuda.set_device, device) if on_gpu else None
             self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=use_device)
-            pinned = on_gpu and settings.async_mode == "async_with_pinned_mem"
-            self._stager = BlockingAsyncStager(cache_staged_state_dict=pinned)
+            pinned = settings.async_mode == "async_with_pinned_mem"
+            stager = BlockingAsyncStager(cache_staged_state_dict=pinned)
+            self._copy: Callable[[dict[str, Tensor]], Any] = (
+                stager.stage if on_gpu else states.copy_of
+            )
 
     def load(self, resume: Resume) -> None:
         """Load a checkpoint into model and optimizer. If it is in the run's own folder, set later
@@ -174,9 +178,7 @@ class Checkpointer:
         if self._thread is None or weights_only:  # nothing is trained beside the last save
             self.last_saved = self._write(state, manifest)
         else:
-            on_gpu = self._device.type == "cuda"
-            copy = self._stager.stage(state) if on_gpu else states.copy_of(state)
-            self._saving = self._thread.submit(self._write, copy, manifest)
+            self._saving = self._thread.submit(self._write, self._copy(state), manifest)
 
     def wait(self) -> None:
         """Wait for a save in the background. Raises as `save` does."""

@@ -9,7 +9,6 @@ import os
 import secrets
 import signal
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from contextlib import redirect_stderr
@@ -187,7 +186,7 @@ def start_worker(
 
 
 def main(task: Task) -> None:
-    """Run the workers until they are done. Ends the process, with exit code 1 if they fail."""
+    """Run the workers until they are done. Raises what has failed, for the log."""
     # Stop and save, as after SIGTERM, when the launcher is gone: nobody else would stop the run.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != task.launcher:
@@ -199,18 +198,14 @@ def main(task: Task) -> None:
     fork_workers(start_worker)
 
     # torch shows the workers' stderr on sys.stderr. Its loggers keep the stream of its import.
-    try:
-        with os.fdopen(task.terminal, "w", buffering=1) as terminal, redirect_stderr(terminal):
-            for name in (MODULE, *task.modules):
-                import_module(name)  # once, for all workers
-            try:
-                run_workers(task)
-            except (ChildFailedError, RunError) as error:
-                os.write(task.failure, json.dumps(describe(error)).encode())
-                raise
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)  # a thread may wait for ever, for node 0 or, after a second signal, for workers
+    with os.fdopen(task.terminal, "w", buffering=1) as terminal, redirect_stderr(terminal):
+        for name in (MODULE, *task.modules):
+            import_module(name)  # once, for all workers
+        try:
+            run_workers(task)
+        except (ChildFailedError, RunError) as error:
+            os.write(task.failure, json.dumps(describe(error)).encode())
+            raise
 
 
 def describe(error: ChildFailedError | RunError) -> dict[str, Any]:

@@ -20,7 +20,8 @@ class ForkedProcess:
     """A child in its own session, with the methods of `subprocess.Popen` that torch's agent calls.
 
     It starts with the default signal handlers. Threads of this process do not exist in it, and what
-    they have locked stays locked: the agent's are Python's, and its store's, which waits."""
+    they have locked stays locked: the agent's are Python's, and its store's, which waits. The
+    interpreter is not torn down, which takes half a second, and waits for threads for ever."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         """Start a process that calls `run`, and ends by `os._exit` with the code that this exits
@@ -103,6 +104,7 @@ def name_process(words: Sequence[str]) -> None:
     with suppress(OSError, ValueError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
-        line = "\0".join(words).encode()[: end - start - 1]
-        ctypes.memset(start, 0, end - start)
-        ctypes.memmove(start, line, len(line))
+        if 0 < start < end:  # some sandboxes tell nothing
+            line = "\0".join(words).encode()[: end - start - 1]
+            ctypes.memset(start, 0, end - start)
+            ctypes.memmove(start, line, len(line))

@@ -202,7 +202,7 @@ def run_agent(task: Mapping[str, Any], env: Mapping[str, str], *, log: Path) -> 
         name_process(["torchtitan-lite", "agent"])
         os.environ.update(env)
         gc.disable()  # imports create many permanent objects; scanning them again wastes time
-        AGENT({**task, "launcher": launcher, "terminal": terminal, "failure": failure_writer})
+        start_agent({**task, "launcher": launcher, "terminal": terminal, "failure": failure_writer})
 
     agent = ForkedProcess(run)
     for descriptor in (terminal, failure_writer, task["store"]["listener"]):
@@ -229,10 +229,6 @@ def start_agent(task: Mapping[str, Any]) -> None:
     from .agent import Task, main  # they import torch
 
     main(Task(**task))
-
-
-AGENT = start_agent
-"""Replaced by tests."""
 
 
 def kill(agent: ForkedProcess) -> None:
