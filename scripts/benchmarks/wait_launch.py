@@ -24,7 +24,7 @@ DEBUG = (
 )
 SIZES = {
     "30M": ("--model.dim=512", "--model.n_layers=8", "--model.ffn_dim=1536"),
-    "150M": ("--model.flavor=150M", "--model.vocab_size=2256"),
+    "150M": ("--model.flavor=150M", "--model.vocab_size=2256", "--model.tie_embeddings=false"),
 }
 TITLES = {"tps": "tokens/s", "first_step_s": "launch to the end of step 1, s", "peak_mib": "MiB"}
 

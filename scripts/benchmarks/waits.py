@@ -60,6 +60,11 @@ def run(python: str, out: Path, only: list[str]) -> None:
         print(f"{name}: {len(figures)} figures in {time.time() - began:.0f} s", flush=True)
 
 
+def show(value: float) -> str:
+    """Return a number with three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def table(results: Mapping[str, Any]) -> str:
     """Return the tables for the docs in Markdown: figures against peers, then growth."""
     rows = ["| | ours | theirs | ours / theirs | peer |", "| --- | ---: | ---: | ---: | --- |"]
@@ -67,12 +72,12 @@ def table(results: Mapping[str, Any]) -> str:
     for part in results.values():
         for figure in part["figures"]:
             if "seconds" in figure:
-                cells = (f"{at}: {seconds:.3g}" for at, seconds in figure["seconds"].items())
+                cells = (f"{at}: {show(seconds)}" for at, seconds in figure["seconds"].items())
                 growth.append(f"| {figure['name']} | {figure['over']} | {', '.join(cells)} |")
                 continue
             ours, theirs = figure["ours"], figure["theirs"]
             ratios = Ratios.of(ours, theirs)
-            medians = (f"{statistics.median(each):.3g}" for each in (ours, theirs))
+            medians = (show(statistics.median(each)) for each in (ours, theirs))
             ratio = f"{ratios.quartiles[1]:.2f} ± {ratios.standard_error:.2f}"
             rows.append(
                 f"| {figure['name']} | {' | '.join(medians)} | {ratio} | {figure['peer']} |"

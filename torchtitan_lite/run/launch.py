@@ -28,7 +28,7 @@ from torchtitan_lite.config import load_config
 from .compiler_checks import check_compiler
 from .forked import ForkedProcess, name_process, set_streams
 from .run_folder import Status, explained, job_name, read_status, take_lock, time_name, write_status
-from .signals import StopSignal
+from .signals import REPEAT_SECONDS, StopSignal
 
 VARIABLES = """\
 variables:
@@ -204,6 +204,8 @@ def run_agent(task: Mapping[str, Any], env: Mapping[str, str], *, log: Path) -> 
         gc.disable()  # imports create many permanent objects; scanning them again wastes time
         start_agent({**task, "launcher": launcher, "terminal": terminal, "failure": failure_writer})
 
+    # Signals wait until they can be handled.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, REPEAT_SECONDS)
     agent = ForkedProcess(run)
     for descriptor in (terminal, failure_writer, task["store"]["listener"]):
         if descriptor is not None:
@@ -212,6 +214,7 @@ def run_agent(task: Mapping[str, Any], env: Mapping[str, str], *, log: Path) -> 
     # Forward only the first signal: the agent would abandon its workers at a second one. An agent
     # without workers dies of it.
     stop = StopSignal(kill=lambda: kill(agent))
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     forwarded = False
     while (exit_code := agent.poll()) is None:
         if stop.received and not forwarded:
