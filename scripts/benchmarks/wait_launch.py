@@ -22,7 +22,7 @@ DEBUG = (
     *("--job.config_file=train_configs/debug_model.toml", "--training.seq_len=256"),
     *("--training.local_batch_size=4", "--training.steps=15"),
 )
-SIZES = {
+SIZES: dict[str, tuple[str, ...]] = {
     "30M": ("--model.dim=512", "--model.n_layers=8", "--model.ffn_dim=1536"),
     "150M": ("--model.flavor=150M", "--model.vocab_size=2256", "--model.tie_embeddings=false"),
 }
