@@ -11,6 +11,7 @@ from launching import ROOT
 
 DEFAULT_RUN = "./run_train.sh"
 PARTS = {"common", "fake_gpu_probe", "gpu_day_tables", "kernel_rates"}  # of other scripts
+PARTS |= {path.stem for path in (ROOT / "scripts/benchmarks").glob("wait_*.py")}
 SCRIPTS = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "run_train.sh", *(ROOT / "scripts").rglob("*.*"))
