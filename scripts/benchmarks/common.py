@@ -104,6 +104,11 @@ def tell(figures: Iterable[Mapping[str, Any]]) -> None:
         print(json.dumps(figure), flush=True)
 
 
+def figures_told(run: "Watched") -> list[dict[str, Any]]:
+    """Return the figures that a command has printed by `tell`."""
+    return [json.loads(line) for _, line in run.lines if line.startswith('{"name"')]
+
+
 @dataclass(frozen=True)
 class Watched:
     """A command that ended with exit code 0."""

@@ -3,7 +3,6 @@
 `wait_checkpoints.py FOLDER TITLE ARGUMENTS`, under torchrun, prints the figures of one model.
 """
 
-import json
 import shutil
 import sys
 import tempfile
@@ -16,7 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import environment, measure_pairs, seconds_of, tell, torchrun, watch
+from common import (
+    environment,
+    figures_told,
+    measure_pairs,
+    seconds_of,
+    tell,
+    torchrun,
+    watch,
+)
 
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.hf_export import export_hf
@@ -44,10 +51,8 @@ def measure() -> Iterator[dict[str, Any]]:
     for title, words in MODELS.items():
         with tempfile.TemporaryDirectory(prefix="benchmark_") as name:
             arguments = [name, title, FIRST, *SAVES, f"--job.dump_folder={name}/run", *words]
-            run = watch(torchrun([__file__, *arguments], processes=2), env=environment())
-            for _, line in run.lines:
-                if line.startswith('{"name"'):
-                    yield json.loads(line)
+            command = torchrun([__file__, *arguments], processes=2)
+            yield from figures_told(watch(command, env=environment()))
 
 
 def together(action: Callable[[], object]) -> float:
@@ -62,7 +67,7 @@ def report(name: str, peer: str, ours: Callable[[], float], theirs: Callable[[],
     one, other = measure_pairs(ours, theirs, pairs=PAIRS[sys.argv[2]])
     if dist.get_rank() == 0:
         figure = {"name": f"{sys.argv[2]}: {name}", "peer": peer, "ours": one, "theirs": other}
-        print(json.dumps(figure), flush=True)
+        tell([figure])
 
 
 def main() -> None:
@@ -95,7 +100,7 @@ def main() -> None:
         dist.barrier()
         return folder / f"{kind}-{step}"
 
-    def save(by: Checkpointer, *, wait: bool = False) -> float:
+    def save(by: Checkpointer) -> float:
         progress = replace(NEW_RUN, step=next(steps))
         seconds = together(lambda: by.save(progress, last=False))
         by.wait()
@@ -174,7 +179,7 @@ def report_hugging_face(folder: Path, saved: Path) -> None:
     for name, (ours, other) in pairs.items():
         one, others = measure_pairs(ours, other, pairs=PAIRS[sys.argv[2]])
         figure = {"name": f"{sys.argv[2]}: {name}", "peer": "transformers"}
-        print(json.dumps({**figure, "ours": one, "theirs": others}), flush=True)
+        tell([{**figure, "ours": one, "theirs": others}])
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -29,13 +28,6 @@ SIZES: dict[str, tuple[str, ...]] = {
 TITLES = {"tps": "tokens/s", "first_step_s": "launch to the end of step 1, s", "peak_mib": "MiB"}
 
 
-@contextmanager
-def cache_folder() -> Iterator[Path]:
-    """Yield an empty folder for the compiler, which only this user can read."""
-    with tempfile.TemporaryDirectory(prefix="benchmark_cache_") as name:
-        yield Path(name)
-
-
 def compare_runs(
     title: str,
     words: tuple[str, ...],
@@ -48,15 +40,15 @@ def compare_runs(
     """Yield the figures of runs of both. With `warm`, their compilers' caches are kept."""
     config = load_config([*DEBUG, *words, *SETTINGS], world_size=processes)
     tokens = tokens_a_step(config, processes=processes)
-    with cache_folder() as ours_cache, cache_folder() as their_cache:
+    with TemporaryDirectory() as ours_cache, TemporaryDirectory() as their_cache:
 
         def ours() -> Figures:
-            cache = {"TORCHINDUCTOR_CACHE_DIR": str(ours_cache)} if warm else {}
+            cache = {"TORCHINDUCTOR_CACHE_DIR": ours_cache} if warm else {}
             env = {"CUDA_VISIBLE_DEVICES": "", **cache}
             return Figures.of(run_config(config, processes=processes, env=env)[0], tokens=tokens)
 
         def theirs() -> Figures:
-            cache = their_cache if warm else None
+            cache = Path(their_cache) if warm else None
             run = run_torchtitan(
                 config, python=python, processes=processes, shard_one=False, cache=cache
             )

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common import Ratios, describe_machine, environment, watch
+from common import Ratios, describe_machine, environment, figures_told, watch
 
 from torchtitan_lite.base.errors import ConfigError, run_script
 
@@ -47,8 +47,7 @@ def run(python: str, out: Path, only: list[str]) -> None:
         began, load = time.time(), os.getloadavg()[0]
         program, *words = (python if word is PYTHON else word for word in PARTS[name])
         command = [sys.executable, str(Path(__file__).parent / program), *words]
-        lines = watch(command, env=environment(), timeout_s=TIMEOUT_S).lines
-        figures = [json.loads(line) for _, line in lines if line.startswith('{"name"')]
+        figures = figures_told(watch(command, env=environment(), timeout_s=TIMEOUT_S))
         results[name] = {
             "date": time.strftime("%Y-%m-%d"),
             "machine": describe_machine(),
