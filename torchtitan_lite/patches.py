@@ -11,13 +11,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
@@ -46,6 +46,39 @@ def update_shards() -> None:
         return group(shards, with_indices)
 
     Optimizer._group_tensors_by_device_and_dtype = staticmethod(group_shards)  # type: ignore
+
+
+# ----- FSDP -----
+
+
+def replace_gathered(module: Any, replace: Callable[[nn.Module, Tensor], Any]) -> None:
+    """Hold in place of a weight that FSDP gathers for `module` what `replace(owner, weight)` makes
+    of it: another tensor and the plain ones in it; None leaves it. The gathered one is freed.
+
+    Changes: `init_unsharded_param` of the module's FSDPParams, which follows each gather.
+    Why: FSDP's own way, fsdp_post_all_gather, is a method of the shards. Of a tensor class of ours
+    each operator would be slow, as in the optimizer, and it does not know of tensor parallelism.
+    Seen: torch 2.13. Remove: when FSDP takes a function of what it has gathered.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def gather_and_replace(param: Any, gather: Callable[[], None]) -> None:
+        gather()  # the first one makes a parameter of what it has gathered, and of later ones
+        if not hasattr(param, "gathered"):
+            param.gathered = param._unsharded_param
+        replaced = replace(param._module_info.module, param.gathered.detach())
+        if replaced is None:
+            return
+        weight, param._unsharded_inner_tensors = replaced  # the latter are freed with all others
+        for gathered in param.all_gather_outputs:
+            gathered.untyped_storage().resize_(0)
+        if isinstance(param.gathered, DTensor):
+            weight = DTensor(weight, param.gathered._spec, requires_grad=False)
+        param._unsharded_param = nn.Parameter(weight, param.sharded_param.requires_grad)
+
+    group = module._get_fsdp_state()._fsdp_param_group  # None if other modules have all weights
+    for param in group.fsdp_params if group else ():
+        param.init_unsharded_param = partial(gather_and_replace, param, param.init_unsharded_param)
 
 
 # ----- The compiler -----

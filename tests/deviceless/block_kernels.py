@@ -87,6 +87,7 @@ def build(recipe: str, cp: int) -> Transformer:
         activation_checkpoint=ActivationCheckpointConfig(mode="none"),
         compile=CompileConfig(enable=True),
         training=TrainingConfig(),
+        microbatches=1,
         flash=True,
     )
     return model.to_empty(device="cuda")

@@ -9,7 +9,6 @@ import pytest
 from running import run
 
 from torchtitan_lite.planner.casts import COMPILED, Traffic
-from torchtitan_lite.planner.roofline import GATHERED_WEIGHT
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(600)]
 KERNELS = Path(__file__).with_name("block_kernels.py")
@@ -77,14 +76,14 @@ def test_ranks_that_share_a_sequence_copy_what_a_kernel_needs_in_one_piece(
     assert forward.returned - bf16[0].returned == pytest.approx(kept, rel=0.01)
 
 
-# ----- COMPILED, GATHERED_WEIGHT -----
+# ----- COMPILED -----
 @pytest.mark.parametrize("name", ["tensorwise", "gathered", "rowwise", "rowwise_with_gw_hp"])
 def test_a_recipe_adds_the_traffic_of_its_casts(
     name: str, bf16: list[Pass], tmp_path: Path
 ) -> None:
     recipe = "tensorwise" if name == "gathered" else name
     casts = COMPILED[recipe]
-    weight = GATHERED_WEIGHT if name == "gathered" else casts.weight
+    weight = casts.used if name == "gathered" else casts.weight
     # Each pass, with the elements and the number of its tensors.
     forward = [(casts.input[0], INPUTS, 4), (weight[0], WEIGHTS, 7)]
     backward = [

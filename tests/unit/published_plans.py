@@ -20,7 +20,7 @@ from torchtitan_lite.catalog.devices import lookup_device
 from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.job import Job
-from torchtitan_lite.planner.casts import Casts, Traffic
+from torchtitan_lite.planner.casts import COMPILED, Casts, Traffic
 from torchtitan_lite.planner.constants import (
     RATE_RANGE,
     SPEEDUP_RANGE,
@@ -63,11 +63,13 @@ CASTS = {
         input=(Traffic(3, kernels=2.25), Traffic(-0.6, 2.7, 1.1, kernels=2.25)),
         weight=(Traffic(5, kernels=3), Traffic(transposing=3, kernels=1)),
         grad_output=Traffic(-1.9, 4.2, 0.7, kernels=2.4),
+        used=COMPILED["tensorwise"].used,
     ),
     "rowwise": Casts(
         input=(Traffic(-0.4, kernels=0.25), Traffic(-0.5, 0.5, 3.8, kernels=2)),
         weight=(Traffic(3, kernels=1), Traffic(5.5, 2.2, 0.8, kernels=3.7)),
         grad_output=Traffic(-0.8, 0.5, 9.3, kernels=3),
+        used=COMPILED["rowwise"].used,
     ),
     "rowwise_with_gw_hp": Casts(
         input=(Traffic(1.3, kernels=0.25), Traffic()),
@@ -98,6 +100,10 @@ class TorchtitanRoofline(OthersRoofline):
 
     attention = "flash"
     loss_bytes = 12  # per logit, compiled
+
+    @property
+    def weight_casts(self) -> float:  # type: ignore[override]
+        return 0.0 if self.job.config.float8.enable_fsdp_float8_all_gather else 1.0
 
     def pointwise_s(self) -> float:
         args, tp = self.job.model_args, self.job.degrees.tp

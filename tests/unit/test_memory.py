@@ -113,6 +113,7 @@ def build_model(rank: Share) -> Transformer:
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         training=config.training,
+        microbatches=rank.microbatches,
         flash=False,
     )
     model.to_empty(device="cpu")

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.float8.float8_training_tensor import GemmInputRole
 
-from torchtitan_lite.base.torchao_types import is_float8_tensor
+from torchtitan_lite.base.torchao_types import data_of, is_float8_tensor
 from torchtitan_lite.config import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -33,6 +34,7 @@ from torchtitan_lite.models.loss import CrossEntropy
 from torchtitan_lite.parallel import parallelize as parallel
 from torchtitan_lite.parallel.fsdp import start_microbatch
 from torchtitan_lite.parallel.mesh import build_mesh
+from torchtitan_lite.patches import observe_float8_casts
 from torchtitan_lite.training.optim import build_optimizer
 
 # ----- needs_no_fsdp, apply_mixed_precision, WeightCopies -----
@@ -41,6 +43,7 @@ ARGS = replace(SMALL, ffn_dim=128, vocab_size=128, max_seq_len=32)
 TOKENS = torch.arange(3 * 64).reshape(3, 2, 32) * 7 % 128  # of three microbatches
 TENSORWISE = {"recipe_name": "tensorwise"}
 GATHERED = TENSORWISE | {"enable_fsdp_float8_all_gather": True}
+ROWWISE = {"recipe_name": "rowwise"}
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +60,11 @@ class Case:
     compiled: bool = False
     float8: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    reshard: str = "default"
+
+    @property
+    def parallelism(self) -> ParallelismConfig:
+        return ParallelismConfig.model_validate({"fsdp_reshard_after_forward": self.reshard})
 
     def build(self) -> Transformer:
         training = TrainingConfig(seq_len=32, local_batch_size=2, **self.training)
@@ -65,10 +73,11 @@ class Case:
         parallel.parallelize(
             [model],
             build_mesh(ParallelDegrees(1, 1, 1, self.tp), device_type="cpu"),
-            parallelism=ParallelismConfig(),
+            parallelism=self.parallelism,
             activation_checkpoint=ActivationCheckpointConfig.model_validate({"mode": self.ac}),
             compile=CompileConfig(enable=self.compiled),
             training=training,
+            microbatches=self.microbatches,
             flash=False,
         )
         return ready(model)
@@ -94,7 +103,7 @@ def train(case: Case, model: Transformer, *, steps: int = 3) -> list[Tensor]:
     seen = []
     for _ in range(steps):
         for i in range(case.microbatches):
-            start_microbatch(model, ParallelismConfig(), last=i == case.microbatches - 1)
+            start_microbatch(model, case.parallelism, last=i == case.microbatches - 1)
             total = loss(model, TOKENS[i])
             total.backward()
             seen.append(total.detach())
@@ -116,13 +125,19 @@ CASES = {
     "tied": Case(tied=True, microbatches=2),
     "compiled": Case(compiled=True, microbatches=2, ac="full"),
     "tensorwise": Case(float8=TENSORWISE, microbatches=2),
+    "rowwise": Case(float8=ROWWISE, microbatches=2, ac="full"),
+    "rowwise_with_gw_hp": Case(float8={"recipe_name": "rowwise_with_gw_hp"}, microbatches=3),
+    "TP, tensorwise": Case(tp=2, float8=TENSORWISE, microbatches=2),
+    "TP, rowwise": Case(tp=2, float8=ROWWISE, microbatches=2),
     "gathered": Case(float8=GATHERED, microbatches=2, ac="full"),
     "gathered, tied": Case(float8=GATHERED, tied=True),
     "precomputed": Case(float8=GATHERED | {"precompute_float8_dynamic_scale_for_fsdp": True}),
     "TP": Case(tp=2, microbatches=2),
     "TP, tied": Case(tp=2, tied=True, ac="selective"),
     "TP, gathered": Case(tp=2, float8=GATHERED, microbatches=2, ac="full"),
-    "rowwise, compiled": Case(float8={"recipe_name": "rowwise"}, ac="selective", compiled=True),
+    "rowwise, compiled": Case(float8=ROWWISE, ac="selective", compiled=True),
+    "cast once, compiled": Case(float8=ROWWISE, microbatches=2, compiled=True),
+    "TP, cast once, compiled": Case(tp=2, float8=ROWWISE, microbatches=2, compiled=True),
     "gathered, compiled": Case(float8=GATHERED, microbatches=2, compiled=True),
     "TP, compiled": Case(tp=2, float8=TENSORWISE, compiled=True),
 }
@@ -143,7 +158,9 @@ def check_as_fsdp(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
             values = train(case, model)
         graphs.append((counter.frame_count, values))
     (compiled, values), (_, expected) = graphs
-    assert compiled == (2 if case.compiled else 0)  # with and without gradients
+    # With and without gradients; casts of four shapes, or of five parts.
+    casts = 3 + case.tp if case.float8 == ROWWISE and case.microbatches > 1 else 0
+    assert compiled == (2 + casts if case.compiled else 0)
     for value, right in zip(values, expected, strict=True):
         # Collectives of fake ranks leave NaN before torch 2.13.
         torch.testing.assert_close(
@@ -216,8 +233,62 @@ def test_a_step_casts_weights_to_float8_once() -> None:
     assert casts == [[weight.numel() for weight in linears], []]
 
 
+@pytest.mark.parametrize("without_fsdp", [True, False], ids=["alone", "FSDP"])
+@pytest.mark.parametrize(
+    ("float8", "casts", "nbytes"),
+    [
+        (TENSORWISE, 1, 1),
+        (ROWWISE, 2, 2),
+        ({"recipe_name": "rowwise_with_gw_hp"}, 2, 2),
+        (GATHERED, 1, 1),
+    ],
+    ids=lambda value: value["recipe_name"] if isinstance(value, dict) else None,
+)
+def test_weights_that_stay_are_cast_once_a_step(
+    float8, casts, nbytes, without_fsdp: bool, monkeypatch
+) -> None:
+    monkeypatch.setattr(parallel, "needs_no_fsdp", lambda *_, **__: without_fsdp)
+    case = Case(float8=float8, microbatches=3, ac="full", reshard="never")
+    model = case.build()
+    linears = [module for module in model.layers.modules() if isinstance(module, nn.Linear)]
+    seen: list[GemmInputRole] = []
+    for i in range(3):
+        start_microbatch(model, case.parallelism, last=i == 2)
+        with observe_float8_casts(lambda _, cast: seen.append(cast._gemm_input_role)):
+            total = loss(model, TOKENS[i])
+            held = [linear.weight for linear in linears]
+            total.backward()
+        assert seen.count(GemmInputRole.WEIGHT) == casts * len(linears)
+        # Held as long as the weights of the step, in place of what was gathered.
+        data = [part for weight in held for part in data_of(weight)]
+        elements = sum(weight.numel() for weight in held)
+        freed = 0 if i == 2 else nbytes * elements
+        assert sum(part.untyped_storage().size() for part in data) == freed
+        if not without_fsdp and float8 != GATHERED:
+            assert all(g.untyped_storage().size() == 0 for g in gathered_of(model.layers["0"]))
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
+def gathered_of(block: nn.Module) -> list[Tensor]:
+    """What FSDP has gathered of the linears of a block."""
+    params = block._get_fsdp_state()._fsdp_param_group.fsdp_params
+    linears = [each for each in params if isinstance(each._module_info.module, nn.Linear)]
+    return [gathered for each in linears for gathered in each.all_gather_outputs]
+
+
+@pytest.mark.parametrize("name", ["rowwise", "rowwise_with_gw_hp", "TP, tensorwise", "TP, rowwise"])
+def test_fsdp_that_keeps_weights_trains_as_fsdp_that_gathers_them_again(name, monkeypatch) -> None:
+    monkeypatch.setattr(parallel, "needs_no_fsdp", lambda *_, **__: False)
+    found = [
+        train(case, case.build())
+        for case in (replace(CASES[name], reshard=each) for each in ("never", "default"))
+    ]
+    for value, right in zip(*found, strict=True):
+        torch.testing.assert_close(value, right, rtol=0, atol=0)
+
+
 def bytes_of_copies(model: Transformer) -> int:
-    return sum(weight.storage.size() for weight in model.copies._weights)
+    return sum(s.size() for weight in model.copies._weights for s in weight.storages)
 
 
 @pytest.mark.parametrize("tied", [False, True])

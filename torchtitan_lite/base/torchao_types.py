@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -23,6 +24,19 @@ def is_float8_tensor(tensor: object) -> "TypeGuard[Float8TrainingTensor]":
 def is_gathered_in_float8(weight: object) -> "TypeGuard[WeightWithDynamicFloat8CastTensor]":
     """Return whether FSDP casts `weight` to float8 before gathering it."""
     return _is_instance(weight, "fsdp_utils", "WeightWithDynamicFloat8CastTensor")
+
+
+def data_of(tensor: "Tensor") -> "list[Tensor]":
+    """Return what holds the elements of `tensor`: itself, or the data of its casts to float8."""
+    if not is_float8_tensor(tensor):
+        return [tensor]
+    return [cast._data for cast in getattr(tensor, "casts", [tensor])]
+
+
+def replace_data(tensor: "Float8TrainingTensor", new: "Float8TrainingTensor") -> None:
+    """Give `tensor` the data and scales of `new`, of the same type, in place."""
+    for name in new.__tensor_flatten__()[0]:
+        setattr(tensor, name, getattr(new, name))
 
 
 def _is_instance(thing: object, module: str, name: str) -> bool:

@@ -12,12 +12,19 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from torchtitan_lite import patches
-from torchtitan_lite.base.torchao_types import is_gathered_in_float8
+from torchtitan_lite.base.torchao_types import data_of, is_gathered_in_float8
 from torchtitan_lite.config import ParallelismConfig, TrainingConfig
 from torchtitan_lite.models.init import local_part
 from torchtitan_lite.models.llama3 import Transformer
 
 from .one_rank import MixedPrecisionTransformer
+
+
+def resharding(parallelism: ParallelismConfig, *, pipelined: bool) -> str:
+    """Return fsdp_reshard_after_forward. A pipeline, which uses weights again for each microbatch,
+    has "never" by "default"."""
+    reshard = parallelism.fsdp_reshard_after_forward
+    return "never" if pipelined and reshard == "default" else reshard
 
 
 def apply_fsdp(
@@ -67,10 +74,20 @@ def apply_fsdp(
     if model.output is not None and not tied:
         shard([model.norm, model.output], reshard_after_forward=reshard_last)
     shard(model, reshard_after_forward=reshard_last)
-    if dist.get_backend(mesh["dp_shard"].get_group()) == "gloo":
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
+    gloo = dist.get_backend(mesh["dp_shard"].get_group()) == "gloo"
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            patches.replace_gathered(module, _cast_weight)
+            if gloo:
                 module.set_custom_reduce_scatter(HostReduceScatter())
+
+
+def _cast_weight(owner: Any, weight: Tensor) -> Any:
+    """Return the gathered `weight` of a linear that casts it once, and the data of its casts."""
+    if not hasattr(owner, "weight_cast"):
+        return None
+    cast = owner.weight_cast.of(owner, weight)
+    return cast, data_of(cast)
 
 
 class HostReduceScatter(ReduceScatter):

@@ -19,7 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_lite.base.torchao_types import is_float8_tensor, is_gathered_in_float8
+from torchtitan_lite.base.torchao_types import (
+    data_of,
+    is_float8_tensor,
+    is_gathered_in_float8,
+    replace_data,
+)
 from torchtitan_lite.config import TrainingConfig
 from torchtitan_lite.models.init import local_part
 from torchtitan_lite.models.llama3 import Transformer
@@ -79,9 +84,12 @@ class WeightCopies:
     def enter(self) -> None:
         """Put the copies into the modules, after making those that are missing."""
         self._weights = self._weights or self._find_weights()
-        missing = [weight for weight in self._weights if not weight.storage.size()]
+        missing = [weight for weight in self._weights if not weight.storages[0].size()]
         _fill([weight for weight in missing if not is_float8_tensor(local_part(weight.copy))])
-        _cast([weight for weight in missing if is_float8_tensor(local_part(weight.copy))])
+        _cast([weight for weight in missing if weight.places[0][0] in self._wrappers])
+        for weight in missing:
+            if hasattr(linear := weight.places[0][0], "weight_cast"):
+                replace_data(local_part(weight.copy), self._cast_by(linear, weight.master))
         for weight in self._weights:
             weight.put(weight.copy)
 
@@ -100,10 +108,11 @@ class WeightCopies:
 
         weights = []
         for master, of_master in places.items():
-            copy = self._new_copy(master, self._wrappers.get(of_master[0][0]))
+            copy = self._new_copy(master, of_master[0][0])
             weights.append(weight := _Weight(master, copy, of_master))
             copy.register_post_accumulate_grad_hook(partial(self._take_gradient, weight))
-            weight.free()
+            if not hasattr(of_master[0][0], "weight_cast"):
+                weight.free()  # it has no values yet
 
             # An embedding's backward pass does not read its weight.
             if of_master == [(self._model.tok_embeddings, "weight")]:
@@ -111,9 +120,14 @@ class WeightCopies:
                 self._model.tok_embeddings.register_forward_hook(free)
         return weights
 
-    def _new_copy(self, master: nn.Parameter, wrapper: Any) -> nn.Parameter:
-        """Return a copy of `master` without values; itself, if it has the compute type."""
-        if wrapper is None:
+    def _cast_by(self, linear: Any, master: Tensor) -> Any:
+        return linear.weight_cast.of(linear, master.detach().to(self._dtype))
+
+    def _new_copy(self, master: nn.Parameter, module: nn.Module) -> nn.Parameter:
+        """Return a copy of the `master` of `module`; itself, if it has the compute type."""
+        if hasattr(module, "weight_cast"):
+            return nn.Parameter(_split_like(master, self._cast_by(module, master)))
+        if (wrapper := self._wrappers.get(module)) is None:
             same = master.dtype == self._dtype
             return master if same else nn.Parameter(torch.empty_like(master, dtype=self._dtype))
 
@@ -164,10 +178,9 @@ class _Weight:
     gradient: Tensor | None = None  # of the step's microbatches so far, in the reduce type
 
     @property
-    def storage(self) -> torch.UntypedStorage:
-        """The memory of the copy."""
-        local = local_part(self.copy)
-        return (local._data if is_float8_tensor(local) else local).untyped_storage()
+    def storages(self) -> list[torch.UntypedStorage]:
+        """The memory of the copy, in float8 of each cast."""
+        return [data.untyped_storage() for data in data_of(local_part(self.copy))]
 
     def put(self, parameter: nn.Parameter) -> None:
         """Make the modules hold `parameter`. setattr would check it each time."""
@@ -177,7 +190,8 @@ class _Weight:
     def free(self) -> None:
         """Free the memory of the copy, unless the master is its own copy."""
         if self.copy is not self.master:
-            self.storage.resize_(0)
+            for storage in self.storages:
+                storage.resize_(0)
 
 
 def _split_like(tensor: Tensor, local: Tensor) -> Any:

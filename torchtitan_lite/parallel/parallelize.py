@@ -6,16 +6,18 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite import patches
+from torchtitan_lite.base.torchao_types import is_float8_linear, is_gathered_in_float8
 from torchtitan_lite.config import (
     ActivationCheckpointConfig,
     CompileConfig,
     ParallelismConfig,
     TrainingConfig,
 )
+from torchtitan_lite.models.init import local_part
 from torchtitan_lite.models.llama3 import Transformer
 
 from .activation_checkpoint import apply_activation_checkpointing
-from .fsdp import apply_fsdp
+from .fsdp import apply_fsdp, resharding
 from .one_rank import apply_mixed_precision, needs_no_fsdp
 
 
@@ -27,10 +29,12 @@ def parallelize(
     activation_checkpoint: ActivationCheckpointConfig,
     compile: CompileConfig,
     training: TrainingConfig,
+    microbatches: int,
     flash: bool,
 ) -> None:
     """Make this rank's `stages` of a model parallel over `mesh`, in place. They are on meta and
-    already converted to float8. `flash`: causal attention runs in the GPU's FlashAttention."""
+    already converted to float8. `microbatches`: those of a step. `flash`: causal attention runs in
+    the GPU's FlashAttention."""
     if compile.enable:
         set_up_compiler(mesh, activation_checkpoint)
     if parallelism.enable_async_tensor_parallel:
@@ -60,13 +64,14 @@ def parallelize(
 
         # FSDP and mixed precision come last. On one data-parallel rank FSDP would only copy.
         data_ranks = mesh.size() // (mesh["pp"].size() * mesh["tp"].size())
-        if needs_no_fsdp(training, data_ranks=data_ranks):
+        alone = needs_no_fsdp(training, data_ranks=data_ranks)
+        reshard = resharding(parallelism, pipelined=mesh["pp"].size() > 1)
+
+        if microbatches > 1 and (alone or reshard == "never"):
+            cast_weights_once(model, compile=compile)
+        if alone:
             apply_mixed_precision(model, training=training)
         else:
-            # A pipeline uses weights again for each microbatch.
-            reshard = parallelism.fsdp_reshard_after_forward
-            if reshard == "default" and mesh["pp"].size() > 1:
-                reshard = "never"
             apply_fsdp(model, mesh, training=training, reshard_after_forward=reshard)
 
 
@@ -103,6 +108,26 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
         torch._functorch.config.activation_memory_budget = activation_checkpoint.memory_budget
         patches.weigh_cudnn_attention()
         patches.count_no_memory_for_meshes()
+
+
+def cast_weights_once(model: Transformer, *, compile: CompileConfig) -> None:
+    """Let those who gather weights of `model` cast them to float8 for all microbatches of a step,
+    in code that is compiled if the blocks are. Not what is gathered in float8, nor a tied weight,
+    which the embedding reads too."""
+    linears = [module for module in model.modules() if is_float8_linear(module)]
+    if model.args.tie_embeddings:
+        linears = [each for each in linears if each is not model.output]
+    linears = [each for each in linears if not is_gathered_in_float8(local_part(each.weight))]
+    if not linears:
+        return
+
+    from torchtitan_lite.float8.weights import WeightCast  # imports torchao
+
+    cast = WeightCast()
+    if compile.covers("model"):
+        cast.compile(fullgraph=True, dynamic=False, backend=compile.backend)
+    for linear in linears:
+        linear.weight_cast = cast
 
 
 def compile_blocks(model: Transformer, *, backend: str = "inductor") -> None:

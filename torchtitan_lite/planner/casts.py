@@ -22,12 +22,16 @@ class Casts(NamedTuple):
     input: tuple[Traffic, Traffic]
     weight: tuple[Traffic, Traffic]
     grad_output: Traffic
+    used: tuple[Traffic, Traffic] = (Traffic(), Traffic())
+    """The part of `weight` that is left for a microbatch if the weight is in float8 before it."""
 
 
 # Eager, each operator of a cast reads and writes the whole tensor, mostly in float32: abs, max, to
 # float32, multiply, clamp, to float8. The other kernels compute scales. Both gradients cast
 # grad_output separately.
 _TENSOR, _ROW = Traffic(33, kernels=11), Traffic(33, kernels=14)
+# A weight with one scale is cast once for both matmuls. grad_input reads it transposed.
+_TRANSPOSED = Traffic(kernels=1), Traffic(transposing=2, kernels=1)
 # The casts of MXFP8 are kernels of torchao, compiled or not. Two more kernels, or one if compiled,
 # bring the scales, a 32nd of the elements, into the order that the matmul takes.
 _MX, _MX_EAGER = Traffic(3, kernels=2), Traffic(3, kernels=3)
@@ -44,6 +48,7 @@ COMPILED = {
         input=(Traffic(3, kernels=2.25), Traffic(-1.7, 3.6, kernels=1)),
         weight=(Traffic(5, kernels=3), Traffic(transposing=3, kernels=1)),
         grad_output=Traffic(-0.5, 4.4, kernels=2.3),
+        used=_TRANSPOSED,
     ),
     # A row is scaled in one kernel, since it stays on the chip; a column needs an amax of its own.
     # torchao multiplies row-wise gradients unscaled, to avoid a slow kernel, and scales them
@@ -54,6 +59,7 @@ COMPILED = {
         input=(Traffic(-0.4, kernels=0.25), Traffic(0.5, 3.6, kernels=2)),
         weight=(Traffic(3, kernels=1), Traffic(6, 3, kernels=3.7)),
         grad_output=Traffic(6.2, 8.1, kernels=4.2),
+        used=(Traffic(), Traffic(4, kernels=1)),
     ),
     # grad_weight needs each input in bf16 too, which is stored beside its cast.
     "rowwise_with_gw_hp": Casts(
@@ -64,7 +70,9 @@ COMPILED = {
     "mxfp8": Casts((_MX, _MX), (_MX, _MX), Traffic(6, kernels=4)),
 }
 EAGER = {
-    "tensorwise": Casts((_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22)),
+    "tensorwise": Casts(
+        (_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22), _TRANSPOSED
+    ),
     "rowwise": Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28)),
     "rowwise_with_gw_hp": Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
     "mxfp8": Casts((_MX_EAGER, _MX_EAGER), (_MX_EAGER, _MX_EAGER), Traffic(6, kernels=6)),

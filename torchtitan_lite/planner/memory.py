@@ -133,7 +133,7 @@ def _gathered(share: Share, before: int) -> int:
         blocks = share.blocks if keeps else before + 1
         ends += 0 if share.tied or share.without_fsdp else width * share.embedding
         ends += width * share.output if keeps else 0
-    return share.gathered_block * blocks + ends
+    return share.kept_block * blocks + ends
 
 
 def _scattered(share: Share, weights: int) -> int:
@@ -290,7 +290,7 @@ def _loss(share: Share, held: int, has_gradients: bool) -> Moment:
     copied = fused and not share.tied and share.job.degrees.fsdp > 1
     gathered = head * (2 if copied else 1)
     if share.stays:
-        gathered += share.gathered_block * share.blocks
+        gathered += share.kept_block * share.blocks
         gathered += 0 if share.without_fsdp or share.tied else share.width * share.embedding
     gradients = _whole_gradients(share, share.weights) if has_gradients else 0
     return _moment(

@@ -8,6 +8,7 @@ and their sizes M, K and N.
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.catalog.flavors import OUTPUT
@@ -18,12 +19,11 @@ from torchtitan_lite.metrics.flops import MATMULS
 
 from .casts import COMPILED, EAGER, Casts, Traffic
 from .constants import Rates
+from .share import Share
 
 TILE = 128
 """Rows and columns of a result that a multiprocessor computes at a time: NVIDIA, Matrix
 Multiplication Background User's Guide. A larger tile, at the same rate, is never faster."""
-GATHERED_WEIGHT = Traffic(kernels=1), Traffic(transposing=2, kernels=1)
-"""Casts under the float8 all-gather: grad_input reads the gathered weight transposed."""
 COMPILED_POINTWISE = (9, 2, 3), (12, 2, 5)
 """Elements that a block's other kernels move per token, in the forward and the backward pass: for
 each unit of dim, of q_dim + kv_dim, and of ffn_dim. Counted for sm_90 by
@@ -71,6 +71,13 @@ class Roofline:
         """The casts of the recipe; of the default one if nobody has counted its own."""
         table = COMPILED if self.compiled else EAGER
         return table.get(self.job.config.float8.recipe_name, table[DEFAULT_RECIPE])
+
+    @cached_property
+    def weight_casts(self) -> float:
+        """How often a microbatch casts a weight for a pass; FSDP can gather it in float8."""
+        if self.job.config.float8.enable_fsdp_float8_all_gather:
+            return 0.0
+        return 1 / self.job.batch.grad_accum_steps if Share(self.job, ()).casts_once else 1.0
 
     # ----- Kernels and collectives -----
 
@@ -146,14 +153,17 @@ class Roofline:
         m, (n, k) = self.tokens, linear.local_shape
         readers = len({each.kind for each in converted if each.reads == linear.reads})
         share = 1 / readers if self.compiled else 1.0
-
-        # The embedding reads a tied weight too, so that it is gathered in high precision.
-        tied = linear.kind == OUTPUT and self.job.model_args.tie_embeddings
-        gathered = self.job.config.float8.enable_fsdp_float8_all_gather and not tied
-        weight = GATHERED_WEIGHT if gathered else self.casts.weight
         output, grad_weight = (share * self._cast_s(m * k, each) for each in self.casts.input)
-        grad_input = self._cast_s(n * k, weight[1]) + self._cast_s(m * n, self.casts.grad_output)
-        return output + self._cast_s(n * k, weight[0]), grad_input, grad_weight
+        grad_input = self._cast_s(m * n, self.casts.grad_output)
+
+        # The embedding reads a tied weight too, so that it stays in high precision.
+        tied = linear.kind == OUTPUT and self.job.model_args.tie_embeddings
+        often = 1.0 if tied else self.weight_casts
+        forward, backward = (
+            often * self._cast_s(n * k, cast) + (1 - often) * self._cast_s(n * k, used)
+            for cast, used in zip(self.casts.weight, self.casts.used, strict=True)
+        )
+        return output + forward, grad_input + backward, grad_weight
 
     def _cast_s(self, elements: int, traffic: Traffic) -> float:
         rates = self.rates

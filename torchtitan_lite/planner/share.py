@@ -9,6 +9,7 @@ from collections.abc import Collection
 from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.job import Job
+from torchtitan_lite.parallel.fsdp import resharding
 from torchtitan_lite.parallel.one_rank import needs_no_fsdp
 
 EMBEDDING = "tok_embeddings"
@@ -60,22 +61,30 @@ class Share:
         self.output = (self.matrix + model.dim) * (self.has_output and not self.tied)
         self.weights = self.blocks * self.block + self.embedding + self.output
 
-        # Bytes of an element of a gathered weight, and of a block, of which linears in float8 take
-        # one each. Without FSDP masters can have the compute type: nothing is gathered.
+        # Whether weights stay gathered from the forward to the backward pass, and are then cast to
+        # float8 once for all microbatches.
         self.without_fsdp, self.pipelined = without_fsdp(job), job.degrees.pp > 1
-        all_gather = config.float8.enable_fsdp_float8_all_gather
+        reshard = resharding(config.parallelism, pipelined=self.pipelined)
+        self.stays = self.without_fsdp or reshard == "never"
+        recipe, all_gather = config.float8.recipe, config.float8.enable_fsdp_float8_all_gather
+        cast = self.stays and self.microbatches > 1 and recipe.kind == "float8"
+        self.casts_once = cast and not all_gather
+
+        # Bytes of an element of a gathered weight, and of a block: as it is gathered, with one for
+        # each float8, and as it is kept, with two if both matmuls have a cast of their own. Without
+        # FSDP masters can have the compute type: nothing else is gathered.
+        is_master = self.without_fsdp and self.width == self.weight_width
+        self.gathered_width = 0 if is_master else self.width
         in_float8 = sum(sizes[name] for name in self.float8_linears) // self.tp
         self.in_float8 = in_float8 if all_gather else 0
-        gathered = self.width * (self.block - self.in_float8) + self.in_float8
-        is_master = self.without_fsdp and self.width == self.weight_width
-        self.gathered_width, self.gathered_block = (0, 0) if is_master else (self.width, gathered)
+        self.gathered_block = self.gathered_width * (self.block - self.in_float8) + self.in_float8
+        self.kept_block = self.gathered_block
+        if self.casts_once:
+            casts = 1 if recipe.gathers_float8 else 2
+            self.kept_block += (casts - self.gathered_width) * in_float8
 
-        # Whether weights stay gathered from the forward to the backward pass, and how often a step
-        # reduces all gradients.
+        # How often a step reduces all gradients.
         self.schedule = config.parallelism.pipeline_parallel_schedule
-        reshard = config.parallelism.fsdp_reshard_after_forward
-        in_pipeline = self.pipelined and reshard != "always"
-        self.stays = self.without_fsdp or in_pipeline or reshard == "never"
         each = config.parallelism.fsdp_reduce_gradients == "each" and not self.without_fsdp
         self.reductions = self.microbatches if each else 1
 

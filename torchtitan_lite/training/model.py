@@ -230,6 +230,7 @@ def build_model(job: Job, mesh: DeviceMesh, *, device: torch.device) -> BuiltMod
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         training=training,
+        microbatches=job.batch.grad_accum_steps,
         # The operator of a GPU, which parts of a sequence use, does not pad heads.
         flash=device.type == "cuda" and attention == "FLASH_ATTENTION" and args.head_dim % 8 == 0,
     )

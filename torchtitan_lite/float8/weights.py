@@ -1,0 +1,103 @@
+"""Weights that are cast to float8 once a step, for all its microbatches.
+
+Float8Linear casts a weight in each forward pass, and again in each backward pass; one that is in
+float8 already it takes as it is. Imports torchao, so it is imported only where it is needed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
+from torchao.float8.float8_linear import Float8Linear
+from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import (
+    Float8TrainingTensor,
+    GemmInputRole,
+    LinearMMConfig,
+)
+
+aten = torch.ops.aten
+
+
+class CastWeight(Float8TrainingTensor):
+    """A weight [N, K] in float8, cast for each of its matmuls: `own` [N, K] for grad_input, which
+    multiplies by it, and `transposed` [K, N] for the output, which multiplies by its transpose."""
+
+    own: Float8TrainingTensor
+    transposed: Float8TrainingTensor
+
+    @staticmethod
+    def __new__(
+        cls, own: Float8TrainingTensor, transposed: Float8TrainingTensor, stride: Any = None
+    ) -> "CastWeight":
+        # Whatever the casts have, the gradient has the strides of a weight in high precision.
+        weight = Tensor._make_wrapper_subclass(
+            cls, own.shape, stride or (own.shape[1], 1), dtype=own.dtype, device=own.device
+        )
+        weight.own, weight.transposed = own, transposed
+        return weight
+
+    @property
+    def casts(self) -> list[Float8TrainingTensor]:
+        """Both casts."""
+        return [self.own, self.transposed]
+
+    def __repr__(self) -> str:
+        return f"CastWeight({self.own}, {self.transposed})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["own", "transposed"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Any], metadata: None, outer_size: Any, outer_stride: Any
+    ) -> "CastWeight":
+        return CastWeight(inner_tensors["own"], inner_tensors["transposed"], outer_stride)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        weight = args[0]
+        if func is aten.t.default:
+            return CastWeight(weight.transposed, weight.own, weight.stride()[::-1])
+        if func is aten.detach.default:  # torchao's would forget the axis of the scales
+            return CastWeight(weight.own, weight.transposed, weight.stride())
+        return func(*tree_map_only(CastWeight, lambda each: each.own, args), **(kwargs or {}))
+
+
+class WeightCast(nn.Module):
+    """The casts of a weight. A module, so that they are compiled and observed as blocks are."""
+
+    def forward(
+        self, weight: Tensor, config: Float8LinearConfig, matmuls: LinearMMConfig
+    ) -> list[Any]:
+        """Return `weight` [N, K], perhaps a DTensor, in float8: as [N, K] for grad_input and as
+        [K, N] for the output, or once for both if that has one scale."""
+
+        def cast(weight: Tensor, how: CastConfig, dim: int) -> Tensor:
+            return hp_tensor_to_float8_dynamic(
+                weight,
+                how.target_dtype,
+                matmuls,
+                gemm_input_role=GemmInputRole.WEIGHT,
+                scaling_granularity=how.scaling_granularity,
+                axiswise_dim=get_maybe_axiswise_dim(dim, how.scaling_granularity),
+                round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+            )
+
+        if config.cast_config_weight.scaling_granularity is ScalingGranularity.TENSORWISE:
+            return [cast(weight, config.cast_config_weight, 0)]
+        # A GPU multiplies by a matrix that is stored by columns.
+        stored = weight.t() if config.emulate else weight.t().contiguous()
+        own = cast(stored, config.cast_config_weight_for_grad_input, -1).t()
+        return [own, cast(weight.t(), config.cast_config_weight, 0)]
+
+    @torch.no_grad()
+    def of(self, linear: Float8Linear, weight: Tensor) -> Float8TrainingTensor:
+        """Return the `weight` [N, K] of `linear` in float8, as the linear takes it in its place; of
+        a DTensor the local part."""
+        casts = self(weight, linear.config, linear.linear_mm_config)
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in casts]
+        return CastWeight(*local) if len(local) == 2 else local[0]
