@@ -223,6 +223,32 @@ def test_float8_weight_that_was_gathered_in_float8_is_not_cast_again():
         assert cast - gathered == approx(saved)
 
 
+# Bytes an element at 2 and, if they transpose, 1.5 TB/s, and launches, of what is cast once a step.
+CAST_ONCE = {
+    "tensorwise": (5 / 2 + 1 / 1.5, 2),  # transposed for each microbatch
+    "rowwise": (5 / 2 + 3 / 1.5, 3.7),
+    "rowwise_with_gw_hp": (5 / 2 + 3 / 1.5, 4),
+    "mxfp8": (0, 0),
+}
+
+
+@pytest.mark.parametrize("recipe", CAST_ONCE)
+def test_microbatches_share_the_casts_of_weights_that_stay(recipe: str) -> None:
+    def seconds(microbatches: int, reshard: str = "default", ranks: int = 1) -> float:
+        tables = {
+            "training": {"global_batch_size": ranks * microbatches},
+            "parallelism": {"fsdp_reshard_after_forward": reshard},
+        }
+        roofline = roofline_of(M, SCHEMES[recipe], degrees=(1, ranks, 1), **tables)
+        return roofline.linears_s([one_linear(N, K)], [one_linear(N, K)])
+
+    nbytes, launches = CAST_ONCE[recipe]
+    saved = 3 / 4 * (1e-12 * nbytes * N * K + 2e-6 * launches)
+    assert seconds(1) - seconds(4) == approx(saved)
+    assert seconds(4, "never", ranks=2) == approx(seconds(4))
+    assert seconds(4, "default", ranks=2) == approx(seconds(1))
+
+
 def test_linears_that_are_recomputed_run_their_forward_again():
     linear = replace(one_linear(N, K), names=tuple("abcd"))
     once, half = (roofline_of(M, recomputed=linear.names[:n]).matmuls_s(linear, []) for n in (0, 2))
