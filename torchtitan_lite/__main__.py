@@ -1,17 +1,19 @@
 """`python -m torchtitan_lite`: the same as the command `torchtitan-lite`."""
 
 import os
+import signal
 import sys
 
-if (
-    __name__ == "__main__"
-    and not getattr(sys.flags, "safe_path", False)  # else the first one is PYTHONPATH's
-    and sys.path[0] == os.getcwd()  # noqa: PTH109
-):
-    del sys.path[0]  # a random.py in the working directory would shadow the standard library's
+if __name__ == "__main__":
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
+    # With a safe path the first one is PYTHONPATH's. The working directory may be deleted.
+    if not getattr(sys.flags, "safe_path", False) and os.path.samefile(  # noqa: PTH121
+        sys.path[0] or ".", "."
+    ):
+        del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import re
-import signal
 
 from torchtitan_lite.base.errors import open_standard_streams, run_script
 from torchtitan_lite.base.logger import init_logger
@@ -25,6 +27,8 @@ OF_A_JOB = re.compile(
 
 def main() -> None:
     """Run the words of the command line, and exit with the exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     open_standard_streams()
     if sys.argv[1:2] != ["train"]:
         # A command is one process, also in a pod or under torchrun, which set these for a job.

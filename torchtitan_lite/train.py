@@ -13,7 +13,9 @@ if __name__ == "__main__":
     os.environ.setdefault("TORCHTITAN_LITE_AGENT", str(os.getppid()))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
-    if not getattr(sys.flags, "safe_path", False) and sys.path[0] == os.getcwd():  # noqa: PTH109
+    if not getattr(sys.flags, "safe_path", False) and os.path.samefile(  # noqa: PTH121
+        sys.path[0] or ".", "."
+    ):
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import json

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2
 from typing import Any
@@ -361,7 +362,7 @@ def test_a_compiler_that_cannot_work_is_refused_at_once(tmp_path, monkeypatch):
 RUNNING = Status("running", 0, 0)
 DONE = Status("done", 0, 0, exit_code=0)
 FAILED = Status("failed", 0, 0, cause="hangs", exit_code=6, rank=4)
-KILLED = AgentEnd(1, 1, cause="rank 9 was killed by SIGKILL", cause_code=6, rank=9)
+KILLED = AgentEnd(1, 1, cause="rank 9 was killed by SIGKILL", cause_code=6, rank=9, killed=True)
 
 
 @pytest.mark.parametrize(
@@ -372,6 +373,8 @@ KILLED = AgentEnd(1, 1, cause="rank 9 was killed by SIGKILL", cause_code=6, rank
         (FAILED, AgentEnd(1, -9), ("hangs", 6, 4)),
         (FAILED, AgentEnd(1, 1, SIGTERM), ("hangs", 6, 4)),
         (DONE, AgentEnd(1, 1, SIGINT), ("done", 0, None)),
+        # a rank that misses another does not know what killed that
+        (replace(FAILED, rank=9), KILLED, (f"{KILLED.cause}; hangs", 6, 9)),
         # no rank has written the end
         (RUNNING, KILLED, (KILLED.cause, 6, 9)),
         (None, KILLED, (KILLED.cause, 6, 9)),
@@ -477,7 +480,10 @@ def test_the_end_is_awaited_of_workers_that_outlive_their_agent(tmp_path):
 
 
 def test_make_log_folder(tmp_path, monkeypatch):
-    assert (make_log_folder(tmp_path / "run") / "torchrun.log").is_file()
+    monkeypatch.setattr(launch.time, "time", lambda: 1e9)
+    first, *others = (make_log_folder(tmp_path / "run") for _ in range(3))
+    assert [each.name for each in others] == [f"{first.name}.2", f"{first.name}.3"]
+    assert all(each.is_dir() for each in (first, *others))
     with pytest.raises(ConfigError, match='dump_folder = "/dev/null" cannot be written: .*Not a'):
         make_log_folder(Path("/dev/null"))
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -492,7 +498,7 @@ SUPERVISED = """
 import signal, sys
 from torchtitan_lite.base.errors import run_script
 from torchtitan_lite.run import launch, signals
-launch.start_agent = lambda task: exec(sys.argv[1], {"__name__": "agent"})
+launch.start_agent = lambda task: exec(sys.argv[1], {"__name__": "agent", "task": task})
 signals.REPEAT_SECONDS[signal.SIGTERM] = 1000.0
 run_script(lambda argv: launch.main(sys.argv[2:]))
 """
@@ -572,6 +578,18 @@ def test_a_signal_is_passed_on_once_and_the_end_awaited(supervised, sent):
     stdout, stderr = process.communicate()
     assert (process.returncode, stdout) == (75, "saved\n")
     assert f"exit code 75: stopped by {sent.name}\n" in stderr
+
+
+def test_a_cause_of_any_length_is_reported(supervised):
+    agent = """
+told = {"cause": "x" * 300_000 + " at the end", "cause_code": 5, "rank": 3}
+os.write(task["failure"], json.dumps(told).encode())
+os._exit(1)
+"""
+    process = supervised.start(agent)
+    stderr = process.communicate(timeout=30)[1]
+    assert process.returncode == 5
+    assert re.search("exit code 5: x{300000} at the end\nrank: 3\n", stderr)
 
 
 def test_a_signal_before_the_agent_can_act_on_it_ends_the_run(supervised):

@@ -43,19 +43,20 @@ class TensorBoardWriter(Writer):
         self.flush()
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR
+        from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary
         from torch.utils.tensorboard.summary import scalar
 
+        points = Summary()  # one event: each one waits for the thread that writes
         for name, value in scalars.items():
             for tag in _tags(name):
-                summary = scalar(tag, value)
+                points.MergeFrom(scalar(tag, value))
                 if tag not in self._described:  # the first point has what the Scalars tab shows
                     self._described.add(tag)
-                    metadata = summary.value[0].metadata
+                    metadata = points.value[-1].metadata
                     metadata.plugin_data.plugin_name = "scalars"
                     metadata.data_class = DATA_CLASS_SCALAR
                     metadata.summary_description = _describe(name)
-                self._curves.file_writer.add_summary(summary, step)
+        self._curves.file_writer.add_summary(points, step)
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         texts = [f"**{each['prompt']}**\n\n```text\n{each['text']}\n```" for each in samples]

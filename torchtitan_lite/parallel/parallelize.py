@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite import patches
@@ -67,8 +68,8 @@ def parallelize(
         alone = needs_no_fsdp(training, data_ranks=data_ranks)
         reshard = resharding(parallelism, pipelined=mesh["pp"].size() > 1)
 
-        if microbatches > 1 and (alone or reshard == "never"):
-            cast_weights_once(model, compile=compile)
+        if alone or reshard == "never":
+            cast_weights_once(model, compile=compile, microbatches=microbatches)
         if alone:
             apply_mixed_precision(model, training=training)
         else:
@@ -110,14 +111,19 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
         patches.count_no_memory_for_meshes()
 
 
-def cast_weights_once(model: Transformer, *, compile: CompileConfig) -> None:
-    """Let those who gather weights of `model` cast them to float8 for all microbatches of a step,
-    in code that is compiled if the blocks are. Not what is gathered in float8, nor a tied weight,
-    which the embedding reads too."""
-    linears = [module for module in model.modules() if is_float8_linear(module)]
-    if model.args.tie_embeddings:
-        linears = [each for each in linears if each is not model.output]
-    linears = [each for each in linears if not is_gathered_in_float8(local_part(each.weight))]
+def cast_weights_once(model: Transformer, *, compile: CompileConfig, microbatches: int) -> None:
+    """Let those who gather weights of `model` cast them to float8 for a whole step, in code that is
+    compiled if the blocks are: weights that several microbatches read, or that have one cast for
+    both passes. Not what is gathered in float8, nor a tied weight, which the embedding reads."""
+
+    def is_cast_once(linear: nn.Module) -> bool:
+        if not is_float8_linear(linear) or is_gathered_in_float8(local_part(linear.weight)):
+            return False
+        one_scale = linear.config.cast_config_weight.scaling_granularity.name == "TENSORWISE"
+        tied = linear is model.output and model.args.tie_embeddings
+        return (microbatches > 1 or one_scale) and not tied
+
+    linears = list(filter(is_cast_once, model.modules()))
     if not linears:
         return
 

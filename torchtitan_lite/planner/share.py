@@ -67,7 +67,8 @@ class Share:
         reshard = resharding(config.parallelism, pipelined=self.pipelined)
         self.stays = self.without_fsdp or reshard == "never"
         recipe, all_gather = config.float8.recipe, config.float8.enable_fsdp_float8_all_gather
-        cast = self.stays and self.microbatches > 1 and recipe.kind == "float8"
+        several = self.microbatches > 1 or recipe.gathers_float8
+        cast = self.stays and several and recipe.kind == "float8"
         self.casts_once = cast and not all_gather
 
         # Bytes of an element of a gathered weight, and of a block: as it is gathered, with one for

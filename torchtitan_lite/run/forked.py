@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ class ForkedProcess:
         with: 0 if it returns, 1 after an error, whose traceback it prints."""
         # A signal must not run a handler of this process in the child.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, REPEAT_SECONDS)
+        self._polling = threading.Lock()  # the end of a process can be asked for once
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
@@ -37,11 +39,12 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """Return the exit code, or the negative number of the signal that ended the process; None
         while it runs."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        with self._polling:
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
     def wait(self, timeout: float) -> int:
         """Return what `poll` does, at the end. Raises TimeoutExpired after `timeout` seconds."""

@@ -7,6 +7,7 @@ replaces all signal handlers and waits for other nodes in C++, where no Python h
 """
 
 import gc
+import itertools
 import json
 import os
 import re
@@ -169,11 +170,18 @@ def listen(endpoint: str) -> socket.socket:
 
 
 def make_log_folder(path: Path) -> Path:
-    """Create a log folder, named after the time and host. Raises ConfigError, StorageError."""
-    folder = path / "logs" / f"{time_name(time.time())}-{socket.gethostname()}"
+    """Create a log folder of this start, named after the time and host. Raises ConfigError,
+    StorageError."""
+    name = f"{time_name(time.time())}-{socket.gethostname()}"
+    folder = path / "logs" / name
     with explained(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "torchrun.log").touch()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(2):
+            try:
+                folder.mkdir()
+                break
+            except FileExistsError:  # of another start in this second
+                folder = folder.with_name(f"{name}.{number}")
     return folder
 
 
@@ -188,12 +196,13 @@ class AgentEnd:
     cause: str = ""
     cause_code: int = 1
     rank: int | None = None  # first of its workers that failed
+    killed: bool = False  # whether a signal ended that one
 
 
 def run_agent(task: Mapping[str, Any], env: Mapping[str, str], *, log: Path) -> AgentEnd:
     """Run the agent, with `env` added to its environment and `log` as its stderr, and wait for its
     end. `task` are the arguments of its Task that say what to run."""
-    failure, failure_writer = os.pipe()
+    failure = os.memfd_create("failure")  # a pipe would hold 64 KiB
     launcher, terminal = os.getpid(), os.dup(2)
 
     def run() -> None:
@@ -202,12 +211,12 @@ def run_agent(task: Mapping[str, Any], env: Mapping[str, str], *, log: Path) -> 
         name_process(["torchtitan-lite", "agent"])
         os.environ.update(env)
         gc.disable()  # imports create many permanent objects; scanning them again wastes time
-        start_agent({**task, "launcher": launcher, "terminal": terminal, "failure": failure_writer})
+        start_agent({**task, "launcher": launcher, "terminal": terminal, "failure": failure})
 
     # Signals wait until they can be handled.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, REPEAT_SECONDS)
     agent = ForkedProcess(run)
-    for descriptor in (terminal, failure_writer, task["store"]["listener"]):
+    for descriptor in (terminal, task["store"]["listener"]):
         if descriptor is not None:
             os.close(descriptor)
 
@@ -223,7 +232,7 @@ def run_agent(task: Mapping[str, Any], env: Mapping[str, str], *, log: Path) -> 
             forwarded = True
         time.sleep(0.1)
 
-    said = json.loads(os.read(failure, 65536) or b"{}")
+    said = json.loads(os.pread(failure, os.fstat(failure).st_size, 0) or b"{}")
     return AgentEnd(agent.pid, exit_code, stop.received, stop.repeated, **said)
 
 
@@ -269,7 +278,10 @@ def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | 
     The run's own `status` says it, unless no rank has written the end; None if the run ended before
     it opened its folder."""
     if status is not None and status.exit_code is not None:
-        return status.cause or status.state, status.exit_code, status.rank
+        cause = status.cause or status.state
+        if end.killed and end.rank == status.rank:  # ranks that miss it do not know the signal
+            cause = f"{end.cause}; {cause}"
+        return cause, status.exit_code, status.rank
     if end.cause:
         return end.cause, end.cause_code, end.rank
     if end.signalled and status is None:
