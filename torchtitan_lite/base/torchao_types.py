@@ -26,6 +26,11 @@ def is_gathered_in_float8(weight: object) -> "TypeGuard[WeightWithDynamicFloat8C
     return _is_instance(weight, "fsdp_utils", "WeightWithDynamicFloat8CastTensor")
 
 
+def has_one_scale(linear: "Float8Linear") -> bool:
+    """Return whether both matmuls with the weight of `linear` take one cast, with one scale."""
+    return linear.config.cast_config_weight.scaling_granularity.name == "TENSORWISE"
+
+
 def data_of(tensor: "Tensor") -> "list[Tensor]":
     """Return what holds the elements of `tensor`: itself, or the data of its casts to float8."""
     if not is_float8_tensor(tensor):

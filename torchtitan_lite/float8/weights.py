@@ -17,6 +17,7 @@ from torchao.float8.float8_training_tensor import (
     Float8TrainingTensor,
     GemmInputRole,
     LinearMMConfig,
+    hp_tensor_and_scale_to_float8,
 )
 
 aten = torch.ops.aten
@@ -71,10 +72,14 @@ class WeightCast(nn.Module):
     """The casts of a weight. A module, so that they are compiled and observed as blocks are."""
 
     def forward(
-        self, weight: Tensor, config: Float8LinearConfig, matmuls: LinearMMConfig
+        self,
+        weight: Tensor,
+        config: Float8LinearConfig,
+        matmuls: LinearMMConfig,
+        scale: Tensor | None,
     ) -> list[Any]:
         """Return `weight` [N, K], perhaps a DTensor, in float8: as [N, K] for grad_input and as
-        [K, N] for the output, or once for both if that has one scale."""
+        [K, N] for the output, or once for both if it has one scale, which may be known: `scale`."""
 
         def cast(weight: Tensor, how: CastConfig, dim: int) -> Tensor:
             return hp_tensor_to_float8_dynamic(
@@ -87,6 +92,9 @@ class WeightCast(nn.Module):
                 round_scales_to_power_of_2=config.round_scales_to_power_of_2,
             )
 
+        if scale is not None:
+            dtype, role = config.cast_config_weight.target_dtype, GemmInputRole.WEIGHT
+            return [hp_tensor_and_scale_to_float8(weight, scale, dtype, matmuls, role)]
         if config.cast_config_weight.scaling_granularity is ScalingGranularity.TENSORWISE:
             return [cast(weight, config.cast_config_weight, 0)]
         # A GPU multiplies by a matrix that is stored by columns.
@@ -95,9 +103,11 @@ class WeightCast(nn.Module):
         return [own, cast(weight.t(), config.cast_config_weight, 0)]
 
     @torch.no_grad()
-    def of(self, linear: Float8Linear, weight: Tensor) -> Float8TrainingTensor:
+    def of(
+        self, linear: Float8Linear, weight: Tensor, scale: Tensor | None = None
+    ) -> Float8TrainingTensor:
         """Return the `weight` [N, K] of `linear` in float8, as the linear takes it in its place; of
-        a DTensor the local part."""
-        casts = self(weight, linear.config, linear.linear_mm_config)
+        a DTensor the local part. `scale` is that of the whole weight, if it is known."""
+        casts = self(weight, linear.config, linear.linear_mm_config, scale)
         local = [each.to_local() if isinstance(each, DTensor) else each for each in casts]
         return CastWeight(*local) if len(local) == 2 else local[0]

@@ -7,9 +7,10 @@ weights never exist together. Under tensor parallelism masters, copies and gradi
 Operators run on their local parts, because dispatching an operator on a DTensor is slow.
 """
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_lite.base.torchao_types import (
     data_of,
+    has_one_scale,
     is_float8_tensor,
     is_gathered_in_float8,
     replace_data,
@@ -73,12 +75,12 @@ class WeightCopies:
         self.last_microbatch = True
         """Whether the next backward pass completes the gradients of a step."""
 
-        # Take the masters out of torchao's wrappers, which say how to cast them to float8.
-        self._wrappers: dict[nn.Module, Any] = {}
+        # Take the masters out of torchao's wrappers, which FSDP would gather in float8.
+        self._gathered = False
         for module in model.modules():
             for name, weight in module._parameters.items():
                 if weight is not None and is_gathered_in_float8(wrapper := local_part(weight)):
-                    self._wrappers[module] = wrapper
+                    self._gathered = True
                     module._parameters[name] = nn.Parameter(_split_like(weight, wrapper._tensor))
 
     def enter(self) -> None:
@@ -86,10 +88,11 @@ class WeightCopies:
         self._weights = self._weights or self._find_weights()
         missing = [weight for weight in self._weights if not weight.storages[0].size()]
         _fill([weight for weight in missing if not is_float8_tensor(local_part(weight.copy))])
-        _cast([weight for weight in missing if weight.places[0][0] in self._wrappers])
-        for weight in missing:
-            if hasattr(linear := weight.places[0][0], "weight_cast"):
-                replace_data(local_part(weight.copy), self._cast_by(linear, weight.master))
+        cast = [weight for weight in missing if is_float8_tensor(local_part(weight.copy))]
+        linears = [weight.places[0][0] for weight in cast]
+        casts = self._casts(linears, [weight.master for weight in cast])
+        for weight, new in zip(cast, casts, strict=True):
+            replace_data(local_part(weight.copy), new)
         for weight in self._weights:
             weight.put(weight.copy)
 
@@ -106,12 +109,23 @@ class WeightCopies:
                 if parameter is not None:
                     places[parameter].append((module, name))
 
+        cast = {
+            master: of_master[0][0]
+            for master, of_master in places.items()
+            if hasattr(of_master[0][0], "weight_cast")
+        }
+        casts = dict(zip(cast, self._casts([*cast.values()], [*cast]), strict=True))
         weights = []
         for master, of_master in places.items():
-            copy = self._new_copy(master, of_master[0][0])
+            if (in_float8 := casts.get(master)) is not None:
+                copy = nn.Parameter(_split_like(master, in_float8))
+            elif master.dtype == self._dtype:
+                copy = master
+            else:
+                copy = nn.Parameter(torch.empty_like(master, dtype=self._dtype))
             weights.append(weight := _Weight(master, copy, of_master))
             copy.register_post_accumulate_grad_hook(partial(self._take_gradient, weight))
-            if not hasattr(of_master[0][0], "weight_cast"):
+            if in_float8 is None:
                 weight.free()  # it has no values yet
 
             # An embedding's backward pass does not read its weight.
@@ -120,24 +134,26 @@ class WeightCopies:
                 self._model.tok_embeddings.register_forward_hook(free)
         return weights
 
-    def _cast_by(self, linear: Any, master: Tensor) -> Any:
-        return linear.weight_cast.of(linear, master.detach().to(self._dtype))
+    @torch.no_grad()
+    def _casts(self, linears: Sequence[Any], masters: Sequence[Tensor]) -> Iterator[Any]:
+        """Cast the masters of `linears` to float8: as they are if FSDP would gather them in float8,
+        else from the compute type. One all-reduce finds the largest magnitudes of all that have one
+        scale."""
+        scales: Iterable[Any] = itertools.repeat(None, len(masters))
+        if linears and has_one_scale(linears[0]):
+            from torchao.float8.float8_utils import amax_to_scale  # slow to import
 
-    def _new_copy(self, master: nn.Parameter, module: nn.Module) -> nn.Parameter:
-        """Return a copy of the `master` of `module`; itself, if it has the compute type."""
-        if hasattr(module, "weight_cast"):
-            return nn.Parameter(_split_like(master, self._cast_by(module, master)))
-        if (wrapper := self._wrappers.get(module)) is None:
-            same = master.dtype == self._dtype
-            return master if same else nn.Parameter(torch.empty_like(master, dtype=self._dtype))
-
-        from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
-
-        local = local_part(master)
-        data, scale = torch.empty_like(local, dtype=wrapper._dtype), local.new_empty(())
-        config, role = wrapper._linear_mm_config, GemmInputRole.WEIGHT
-        float8 = Float8TrainingTensor(data, scale, self._dtype, config, role)
-        return nn.Parameter(_split_like(master, float8))
+            largest = torch.stack(torch._foreach_norm(list(map(local_part, masters)), math.inf))
+            if isinstance(split := masters[0], DTensor):
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=split.device_mesh.get_group())
+            if not self._gathered:  # the largest rounded magnitude is the largest one rounded
+                largest = largest.to(self._dtype)
+            scales = amax_to_scale(largest, linears[0].config.cast_config_weight.target_dtype)
+        for linear, master, scale in zip(linears, masters, scales, strict=True):
+            weight = master if self._gathered else master.to(self._dtype)
+            if scale is not None:
+                weight = local_part(weight)
+            yield linear.weight_cast.of(linear, weight, scale)
 
     def _free_in_last(self, weight: "_Weight", *_: object) -> None:
         if self.last_microbatch:
@@ -209,25 +225,3 @@ def _fill(weights: Sequence[_Weight]) -> None:
         copy.untyped_storage().resize_(copy.nbytes)
     if copies:
         torch._foreach_copy_(copies, [local_part(weight.master) for weight in weights])
-
-
-@torch.no_grad()
-def _cast(weights: Sequence[_Weight]) -> None:
-    """Copy masters in float8, each scaled by the largest magnitude of all its parts."""
-    if not weights:
-        return
-
-    from torchao.float8.float8_training_tensor import hp_tensor_and_scale_to_float8
-    from torchao.float8.float8_utils import amax_to_scale  # slow to import
-
-    masters = [local_part(weight.master) for weight in weights]
-    copies = [local_part(weight.copy) for weight in weights]
-    dtype = copies[0]._data.dtype
-    largest = torch.stack(torch._foreach_norm(masters, math.inf))
-    if isinstance(split := weights[0].master, DTensor):
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=split.device_mesh.get_group())
-    scales = amax_to_scale(largest, dtype)
-    for master, copy, scale in zip(masters, copies, scales, strict=True):
-        config, role = copy._linear_mm_config, copy._gemm_input_role
-        copy._data = hp_tensor_and_scale_to_float8(master, scale, dtype, config, role)._data
-        copy._scale = scale

@@ -7,7 +7,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite import patches
-from torchtitan_lite.base.torchao_types import is_float8_linear, is_gathered_in_float8
+from torchtitan_lite.base.torchao_types import (
+    has_one_scale,
+    is_float8_linear,
+    is_gathered_in_float8,
+)
 from torchtitan_lite.config import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -69,7 +73,7 @@ def parallelize(
         reshard = resharding(parallelism, pipelined=mesh["pp"].size() > 1)
 
         if alone or reshard == "never":
-            cast_weights_once(model, compile=compile, microbatches=microbatches)
+            cast_weights_once(model, alone=alone, microbatches=microbatches, compile=compile)
         if alone:
             apply_mixed_precision(model, training=training)
         else:
@@ -111,17 +115,18 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
         patches.count_no_memory_for_meshes()
 
 
-def cast_weights_once(model: Transformer, *, compile: CompileConfig, microbatches: int) -> None:
+def cast_weights_once(
+    model: Transformer, *, alone: bool, microbatches: int, compile: CompileConfig
+) -> None:
     """Let those who gather weights of `model` cast them to float8 for a whole step, in code that is
     compiled if the blocks are: weights that several microbatches read, or that have one cast for
-    both passes. Not what is gathered in float8, nor a tied weight, which the embedding reads."""
+    both passes. Not a tied weight, which the embedding reads, nor what FSDP gathers in float8."""
 
     def is_cast_once(linear: nn.Module) -> bool:
-        if not is_float8_linear(linear) or is_gathered_in_float8(local_part(linear.weight)):
+        if not is_float8_linear(linear) or (model.args.tie_embeddings and linear is model.output):
             return False
-        one_scale = linear.config.cast_config_weight.scaling_granularity.name == "TENSORWISE"
-        tied = linear is model.output and model.args.tie_embeddings
-        return (microbatches > 1 or one_scale) and not tied
+        gathered = is_gathered_in_float8(local_part(linear.weight))
+        return (microbatches > 1 or has_one_scale(linear)) and (alone or not gathered)
 
     linears = list(filter(is_cast_once, model.modules()))
     if not linears:
