@@ -104,10 +104,19 @@ class WeightCast(nn.Module):
 
     @torch.no_grad()
     def of(
-        self, linear: Float8Linear, weight: Tensor, scale: Tensor | None = None
+        self,
+        linear: Float8Linear,
+        weight: Tensor,
+        scale: Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Float8TrainingTensor:
         """Return the `weight` [N, K] of `linear` in float8, as the linear takes it in its place; of
-        a DTensor the local part. `scale` is that of the whole weight, if it is known."""
+        a DTensor the local part. `scale` is that of the whole weight, if it is known, and `dtype`
+        the type of the gradient, unless it is the weight's."""
         casts = self(weight, linear.config, linear.linear_mm_config, scale)
-        local = [each.to_local() if isinstance(each, DTensor) else each for each in casts]
-        return CastWeight(*local) if len(local) == 2 else local[0]
+        local: list[Any] = [x.to_local() if isinstance(x, DTensor) else x for x in casts]
+        if len(local) == 2:
+            return CastWeight(*local)
+        (cast,) = local
+        matmuls, role = cast._linear_mm_config, cast._gemm_input_role
+        return Float8TrainingTensor(cast._data, cast._scale, dtype or cast.dtype, matmuls, role)

@@ -153,7 +153,7 @@ class WeightCopies:
             weight = master if self._gathered else master.to(self._dtype)
             if scale is not None:
                 weight = local_part(weight)
-            yield linear.weight_cast.of(linear, weight, scale)
+            yield linear.weight_cast.of(linear, weight, scale, self._dtype)
 
     def _free_in_last(self, weight: "_Weight", *_: object) -> None:
         if self.last_microbatch:
