@@ -77,13 +77,13 @@ def test_ranks_that_share_a_sequence_copy_what_a_kernel_needs_in_one_piece(
 
 
 # ----- COMPILED -----
-@pytest.mark.parametrize("name", ["tensorwise", "gathered", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("is_cast", [False, True], ids=["casts weights", "takes cast weights"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
 def test_a_recipe_adds_the_traffic_of_its_casts(
-    name: str, bf16: list[Pass], tmp_path: Path
+    recipe: str, is_cast: bool, bf16: list[Pass], tmp_path: Path
 ) -> None:
-    recipe = "tensorwise" if name == "gathered" else name
     casts = COMPILED[recipe]
-    weight = casts.used if name == "gathered" else casts.weight
+    weight = casts.used if is_cast else casts.weight
     # Each pass, with the elements and the number of its tensors.
     forward = [(casts.input[0], INPUTS, 4), (weight[0], WEIGHTS, 7)]
     backward = [
@@ -91,7 +91,7 @@ def test_a_recipe_adds_the_traffic_of_its_casts(
         (weight[1], WEIGHTS, 7),
         (casts.grad_output, GRAD_OUTPUTS, 7),
     ]
-    counted = count(tmp_path, name)
+    counted = count(tmp_path, f"cast {recipe}" if is_cast else recipe)
     for found, without, tensors in zip(counted, bf16, (forward, backward), strict=True):
         for kind in KINDS[:3]:
             added = sum(getattr(cast, kind) * elements for cast, elements, _ in tensors) / 2**20
