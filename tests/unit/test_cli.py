@@ -6,6 +6,7 @@ import re
 import select
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -83,6 +84,38 @@ def test_an_error_is_one_line_and_exit_code_2(tmp_path):
     result = run("train", "--job.config_file", "debug_model", "--training.steps=-1", cwd=folder)
     assert (result.returncode, result.stdout) == (2, "")
     assert re.fullmatch(r"\[training\] steps = -1 .* or equal to 1\n", result.stderr)
+
+
+def test_a_command_runs_in_a_folder_that_is_deleted(tmp_path):
+    (tmp_path / "gone").mkdir()
+    line = f"cd {tmp_path}/gone; rmdir ../gone; exec {shlex.join(MAIN)} list recipes"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    found = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True)
+    assert found.returncode == 0 and "rowwise_with_gw_hp" in found.stdout, found.stderr
+
+
+INTERRUPTS = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "torchtitan_lite.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+def test_ctrl_c_in_the_imports_ends_without_a_traceback(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
+    found = subprocess.run(
+        [*MAIN, "list"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (-signal.SIGINT, "", "")
 
 
 # ----- check -----
