@@ -1,19 +1,19 @@
 """`python -m torchtitan_lite`: the same as the command `torchtitan-lite`."""
 
 import os
-import signal
 import sys
 
-if __name__ == "__main__":
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
-    # With a safe path the first one is PYTHONPATH's. The working directory may be deleted.
-    if not getattr(sys.flags, "safe_path", False) and os.path.samefile(  # noqa: PTH121
-        sys.path[0] or ".", "."
-    ):
+if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
+    # Else the first one is PYTHONPATH's. The working directory may be deleted.
+    first = sys.path[0] or "."
+    if os.path.exists(first) and os.path.samefile(first, "."):  # noqa: PTH110, PTH121
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 
 import re
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
 
 from torchtitan_lite.base.errors import open_standard_streams, run_script
 from torchtitan_lite.base.logger import init_logger

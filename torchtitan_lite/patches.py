@@ -51,34 +51,41 @@ def update_shards() -> None:
 # ----- FSDP -----
 
 
-def replace_gathered(module: Any, replace: Callable[[nn.Module, Tensor], Any]) -> None:
-    """Hold in place of a weight that FSDP gathers for `module` what `replace(owner, weight)` makes
-    of it: another tensor and the plain ones in it; None leaves it. The gathered one is freed.
+def replace_gathered(module: Any, replace: Callable[[nn.Module, Tensor, Any], Any]) -> None:
+    """Hold another tensor in place of each weight that FSDP gathers for `module`, of linears with a
+    `weight_caster`. After a gather `replace(linear, weight, held)` returns that tensor, and the
+    plain ones in it; `held` is None, or the same tensor with freed storages, which it must refill:
+    a backward pass may read them. What was gathered is freed.
 
-    Changes: `init_unsharded_param` of the module's FSDPParams, which follows each gather.
+    Changes: `init_unsharded_param` of the module's FSDPParams.
     Why: FSDP's own way, fsdp_post_all_gather, is a method of the shards. Of a tensor class of ours
     each operator would be slow, as in the optimizer, and it does not know of tensor parallelism.
     Seen: torch 2.13. Remove: when FSDP takes a function of what it has gathered.
     """
     from torch.distributed.tensor import DTensor
 
-    def gather_and_replace(param: Any, gather: Callable[[], None]) -> None:
-        gather()  # the first one makes a parameter of what it has gathered, and of later ones
-        if not hasattr(param, "gathered"):
-            param.gathered = param._unsharded_param
-        replaced = replace(param._module_info.module, param.gathered.detach())
-        if replaced is None:
-            return
-        weight, param._unsharded_inner_tensors = replaced  # the latter are freed with all others
-        for gathered in param.all_gather_outputs:
-            gathered.untyped_storage().resize_(0)
-        if isinstance(param.gathered, DTensor):
-            weight = DTensor(weight, param.gathered._spec, requires_grad=False)
-        param._unsharded_param = nn.Parameter(weight, param.sharded_param.requires_grad)
+    def gather_and_replace(param: Any, linear: nn.Module, gather: Callable[[], None]) -> None:
+        first = not hasattr(param, "gathered")
+        if first:
+            gather()  # it makes a parameter of what it gathers, now and later
+            param.gathered, param.held = param._unsharded_param, None
+        gathered = param.gathered.detach()
+        param.held, param._unsharded_inner_tensors = replace(linear, gathered, param.held)
+        for output in param.all_gather_outputs:
+            output.untyped_storage().resize_(0)
+        if first:
+            weight = param.held
+            if isinstance(gathered, DTensor):
+                weight = DTensor(weight, gathered._spec, requires_grad=False)
+            param._unsharded_param = nn.Parameter(weight, param.sharded_param.requires_grad)
+            param.held = getattr(param._unsharded_param, "_local_tensor", param._unsharded_param)
 
     group = module._get_fsdp_state()._fsdp_param_group  # None if other modules have all weights
     for param in group.fsdp_params if group else ():
-        param.init_unsharded_param = partial(gather_and_replace, param, param.init_unsharded_param)
+        linear = param._module_info.module
+        if hasattr(linear, "weight_caster") and "init_unsharded_param" not in vars(param):
+            gather = param.init_unsharded_param
+            param.init_unsharded_param = partial(gather_and_replace, param, linear, gather)
 
 
 # ----- The compiler -----

@@ -13,8 +13,11 @@ if __name__ == "__main__":
     os.environ.setdefault("TORCHTITAN_LITE_AGENT", str(os.getppid()))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
     gc.disable()  # imports create many permanent objects; scanning them repeatedly wastes time
-    if not getattr(sys.flags, "safe_path", False) and os.path.samefile(  # noqa: PTH121
-        sys.path[0] or ".", "."
+    first = sys.path[0] or "."
+    if (
+        not getattr(sys.flags, "safe_path", False)
+        and os.path.exists(first)  # noqa: PTH110
+        and os.path.samefile(first, ".")  # noqa: PTH121
     ):
         del sys.path[0]  # a random.py in the working directory would shadow the standard library's
 

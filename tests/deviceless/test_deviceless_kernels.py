@@ -83,7 +83,7 @@ def test_a_recipe_adds_the_traffic_of_its_casts(
     recipe: str, is_cast: bool, bf16: list[Pass], tmp_path: Path
 ) -> None:
     casts = COMPILED[recipe]
-    weight = casts.used if is_cast else casts.weight
+    weight = casts.weight_when_cast if is_cast else casts.weight
     # Each pass, with the elements and the number of its tensors.
     forward = [(casts.input[0], INPUTS, 4), (weight[0], WEIGHTS, 7)]
     backward = [

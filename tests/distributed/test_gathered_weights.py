@@ -10,7 +10,9 @@ from matrix import HSDP, RECIPES, TP
 
 IN_FLOAT8 = "TP, gathered in float8"
 pytestmark = pytest.mark.timeout(400)
-SETTINGS = {"FSDP": [], "HSDP": [HSDP], IN_FLOAT8: [f"{TP}=2", *RECIPES["all_gather"]]}
+ROWWISE = "cast once by rows and columns"
+SETTINGS = {"FSDP": [], "HSDP": [HSDP], ROWWISE: RECIPES["rowwise"]}
+SETTINGS |= {IN_FLOAT8: [f"{TP}=2", *RECIPES["all_gather"]]}
 FOUR_MICROBATCHES = "--training.global_batch_size=8"
 GATHERS = {
     # A step's gathers on two shards. The ends of the model are gathered for each forward, and its
@@ -18,6 +20,8 @@ GATHERS = {
     ("FSDP", "never"): "4 in bfloat16",
     ("FSDP", "default"): "24 in bfloat16",
     ("FSDP", "always"): "28 in bfloat16",
+    (ROWWISE, "never"): "4 in bfloat16",
+    (ROWWISE, "default"): "24 in bfloat16",
     ("HSDP", "default"): "12 in bfloat16",  # in half as many microbatches
     (IN_FLOAT8, "never"): "2 in bfloat16, 2 in float8",
     (IN_FLOAT8, "default"): "8 in bfloat16, 16 in float8",
@@ -35,7 +39,7 @@ def test_gathers_change_no_bit_and_reductions_only_the_order_of_sums(
         *("--checkpoint.enable", "--checkpoint.interval=2"),
         *("--validation.enable", "--validation.freq=1", "--validation.steps=4"),
     ]
-    processes = 2 if layout == "FSDP" else 4
+    processes = 2 if layout in ("FSDP", ROWWISE) else 4
     cases = [(value, "each") for of, value in GATHERS if of == layout] + [("default", "last")]
     reshard = "--parallelism.fsdp_reshard_after_forward"
     reduce = "--parallelism.fsdp_reduce_gradients"

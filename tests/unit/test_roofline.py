@@ -33,6 +33,7 @@ KERNELS = roofline_of(8192)
 FREE_STARTS = replace(RATES, kernel_seconds=0)
 MEMORY, MATMUL_S = 2e12, 3e-6  # bytes a second; seconds of a matmul beside its arithmetic
 M, N, K = 8192, 4096, 2048
+SHARDED: dict[str, Any] = {"degrees": (1, 2, 1)}
 
 
 def one_linear(n: int, k: int) -> LinearChoice:
@@ -156,7 +157,7 @@ def test_float8_casts_move_about_as_many_bytes_as_torchaos_roofline_says(recipe)
     m = k = n = 16384
     device = replace(H100, bandwidth_tb_s=2.4)  # torchao's H100; for it, bytes are of one kind
     rates = replace(RATES, contiguous=0.92, transposing=0.92, strided=0.92)
-    roofline = roofline_of(m, SCHEMES[recipe], device=device, rates=rates)
+    roofline = roofline_of(m, SCHEMES[recipe], device=device, rates=rates, **SHARDED)
     # Time of the matmuls of each recipe: output, grad_input, grad_weight.
     fp8, bf16 = (roofline.gemm_s(m, n, k, fp8=fp8) for fp8 in (True, False))
     row, slow = (roofline.gemm_s(m, n, k, fp8=True, slowdown=by) for by in (1.125, 1.25))
@@ -185,7 +186,7 @@ def test_float8_casts_take_bytes_by_kind_of_access_and_launches(monkeypatch):
     def seconds(casts: Casts) -> dict[str, float]:
         monkeypatch.setitem(COMPILED, "tensorwise", casts)
         pair = [replace(one_linear(N, K), kind=kind) for kind in (WK, WV)]
-        return roofline_of(M, SCHEMES["tensorwise"]).matmuls_s(pair[0], pair)
+        return roofline_of(M, SCHEMES["tensorwise"], **SHARDED).matmuls_s(pair[0], pair)
 
     # Two linears share the casts of the input. Bytes are at 0.8, 0.6 and 0.4 of 2.5 TB/s.
     expected = {
@@ -217,18 +218,21 @@ def test_float8_weight_that_was_gathered_in_float8_is_not_cast_again():
         (output, True, 0),
     ):
         cast, gathered = (
-            roofline_of(M, each, replace(SMALL, tie_embeddings=tied)).linears_s([linear], [linear])
+            roofline_of(M, each, replace(SMALL, tie_embeddings=tied), **SHARDED).linears_s(
+                [linear], [linear]
+            )
             for each in (SCHEMES["tensorwise"], GATHERED)
         )
         assert cast - gathered == approx(saved)
 
 
-# Bytes an element at 2 and, if they transpose, 1.5 TB/s, and launches, of what is cast once a step.
+# Bytes an element at 2 and, if they transpose, 1.5 TB/s, and launches: of casts in each microbatch,
+# of one cast before a step, and of what is left for a microbatch then.
 CAST_ONCE = {
-    "tensorwise": (5 / 2 + 1 / 1.5, 2),  # transposed for each microbatch
-    "rowwise": ((9 - 2.9) / 2 + (3 + 2.8) / 1.5, 4.7 - 1.8),
-    "rowwise_with_gw_hp": ((5 - 1) / 2 + 3 / 1.5, 4 - 1.1),
-    "mxfp8": (0, 0),
+    "tensorwise": ((5 / 2 + 3 / 1.5, 4), (5 / 2, 3), (2 / 1.5, 2)),
+    "rowwise": ((9 / 2 + 3 / 1.5, 4.7), (5 / 2 + 3 / 1.5, 4), (2.9 / 2 - 2.8 / 1.5, 1.8)),
+    "rowwise_with_gw_hp": ((5 / 2 + 3 / 1.5, 4), (5 / 2 + 3 / 1.5, 4), (1 / 2, 1.1)),
+    "mxfp8": ((0, 0), (0, 0), (0, 0)),
 }
 
 
@@ -242,11 +246,14 @@ def test_microbatches_share_the_casts_of_weights_that_stay(recipe: str) -> None:
         roofline = roofline_of(M, SCHEMES[recipe], degrees=(1, ranks, 1), **tables)
         return roofline.linears_s([one_linear(N, K)], [one_linear(N, K)])
 
-    nbytes, launches = CAST_ONCE[recipe]
-    saved = 3 / 4 * (1e-12 * nbytes * N * K + 2e-6 * launches)
-    assert seconds(1) - seconds(4) == approx(saved)
-    assert seconds(4, "never", ranks=2) == approx(seconds(4))
-    assert seconds(4, "default", ranks=2) == approx(seconds(1))
+    each, before, left = (1e-12 * size * N * K + 2e-6 * n for size, n in CAST_ONCE[recipe])
+    in_each = seconds(4, "default", ranks=2)
+    for microbatches, reshard, ranks in (4, "default", 1), (4, "never", 2), (8, "default", 1):
+        once = before / microbatches + left
+        assert in_each - seconds(microbatches, reshard, ranks) == approx(each - once)
+    # With one scale, one cast also serves both passes of one microbatch.
+    saved = each - before - left if recipe == "tensorwise" else 0
+    assert in_each - seconds(1) == approx(saved)
 
 
 def test_linears_that_are_recomputed_run_their_forward_again():

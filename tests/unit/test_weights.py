@@ -10,9 +10,9 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole
 
 from torchtitan_lite.base.torchao_types import data_of, is_float8_tensor
-from torchtitan_lite.float8.weights import CastWeight, WeightCast
+from torchtitan_lite.float8.weights import TwiceCastWeight, WeightCaster
 
-# ----- CastWeight, WeightCast -----
+# ----- TwiceCastWeight, WeightCaster -----
 
 RECIPES = {"tensorwise": 1, "rowwise": 2, "rowwise_with_gw_hp": 2}
 """How many casts of a weight both matmuls need."""
@@ -31,7 +31,7 @@ def linear_of(recipe: str) -> Float8Linear:
 
 
 def cast_of(linear: Float8Linear) -> Any:
-    return WeightCast().of(linear, linear.weight)
+    return WeightCaster().of(linear, linear.weight)
 
 
 def run(linear: Float8Linear, weight: Tensor, *, recomputes: bool = False) -> list[Tensor]:
@@ -73,7 +73,7 @@ def test_a_linear_casts_no_weight_that_was_cast_before(recipe: str) -> None:
 def test_the_data_of_a_cast_weight_is_stored_once_for_each_cast(recipe: str) -> None:
     weight = cast_of(linear_of(recipe))
     assert is_float8_tensor(weight)
-    assert isinstance(weight, CastWeight) is (RECIPES[recipe] == 2)
+    assert isinstance(weight, TwiceCastWeight) is (RECIPES[recipe] == 2)
     assert (weight.shape, weight.stride(), weight.dtype) == ((N, K), (K, 1), torch.bfloat16)
     data = data_of(weight)
     assert [each.nbytes for each in data] == [N * K] * RECIPES[recipe]

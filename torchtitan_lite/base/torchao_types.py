@@ -33,15 +33,28 @@ def has_one_scale(linear: "Float8Linear") -> bool:
 
 def data_of(tensor: "Tensor") -> "list[Tensor]":
     """Return what holds the elements of `tensor`: itself, or the data of its casts to float8."""
-    if not is_float8_tensor(tensor):
-        return [tensor]
-    return [cast._data for cast in getattr(tensor, "casts", [tensor])]
+    return [cast._data for cast in casts_of(tensor)] if is_float8_tensor(tensor) else [tensor]
+
+
+def casts_of(tensor: "Float8TrainingTensor") -> "list[Float8TrainingTensor]":
+    """Return the casts of a weight in float8: itself, or both of a TwiceCastWeight."""
+    return getattr(tensor, "casts", [tensor])
 
 
 def replace_data(tensor: "Float8TrainingTensor", new: "Float8TrainingTensor") -> None:
     """Give `tensor` the data and scales of `new`, of the same type, in place."""
     for name in new.__tensor_flatten__()[0]:
         setattr(tensor, name, getattr(new, name))
+
+
+def refill(tensor: "Float8TrainingTensor", new: "Float8TrainingTensor") -> None:
+    """Give the storages of `tensor` the data of `new`, of the same type and sizes, and itself the
+    scales. Whoever has kept its data has the new one too."""
+    for old, fresh in zip(casts_of(tensor), casts_of(new), strict=True):
+        storage = old._data.untyped_storage()
+        storage.resize_(fresh._data.untyped_storage().size())
+        storage.copy_(fresh._data.untyped_storage())
+        old._scale = fresh._scale
 
 
 def _is_instance(thing: object, module: str, name: str) -> bool:

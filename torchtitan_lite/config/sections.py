@@ -254,8 +254,8 @@ class Float8Config(Section):
     recipe_name: RecipeName = DEFAULT_RECIPE
     """Scale per tensor; per row; per row, weight gradient in bf16; per 32 elements (Blackwell)."""
     enable_fsdp_float8_all_gather: bool = False
-    """FSDP gathers float8 weights, 1 byte an element (tensorwise only); one rank casts them once a
-    step."""
+    """FSDP gathers float8 weights, 1 byte an element (tensorwise only); one rank, which gathers
+    none, casts the float32 weights as FSDP would, not the bf16 ones."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
     """One all-reduce a step for all weight scales; needs enable_fsdp_float8_all_gather."""
     filter_fqns: Names = ()

@@ -23,7 +23,7 @@ from torchao.float8.float8_training_tensor import (
 aten = torch.ops.aten
 
 
-class CastWeight(Float8TrainingTensor):
+class TwiceCastWeight(Float8TrainingTensor):
     """A weight [N, K] in float8, cast for each of its matmuls: `own` [N, K] for grad_input, which
     multiplies by it, and `transposed` [K, N] for the output, which multiplies by its transpose."""
 
@@ -33,7 +33,7 @@ class CastWeight(Float8TrainingTensor):
     @staticmethod
     def __new__(
         cls, own: Float8TrainingTensor, transposed: Float8TrainingTensor, stride: Any = None
-    ) -> "CastWeight":
+    ) -> "TwiceCastWeight":
         # Whatever the casts have, the gradient has the strides of a weight in high precision.
         weight = Tensor._make_wrapper_subclass(
             cls, own.shape, stride or (own.shape[1], 1), dtype=own.dtype, device=own.device
@@ -47,7 +47,7 @@ class CastWeight(Float8TrainingTensor):
         return [self.own, self.transposed]
 
     def __repr__(self) -> str:
-        return f"CastWeight({self.own}, {self.transposed})"
+        return f"TwiceCastWeight({self.own}, {self.transposed})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["own", "transposed"], None
@@ -55,20 +55,22 @@ class CastWeight(Float8TrainingTensor):
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, Any], metadata: None, outer_size: Any, outer_stride: Any
-    ) -> "CastWeight":
-        return CastWeight(inner_tensors["own"], inner_tensors["transposed"], outer_stride)
+    ) -> "TwiceCastWeight":
+        return TwiceCastWeight(inner_tensors["own"], inner_tensors["transposed"], outer_stride)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         weight = args[0]
         if func is aten.t.default:
-            return CastWeight(weight.transposed, weight.own, weight.stride()[::-1])
+            return TwiceCastWeight(weight.transposed, weight.own, weight.stride()[::-1])
         if func is aten.detach.default:  # torchao's would forget the axis of the scales
-            return CastWeight(weight.own, weight.transposed, weight.stride())
-        return func(*tree_map_only(CastWeight, lambda each: each.own, args), **(kwargs or {}))
+            return TwiceCastWeight(weight.own, weight.transposed, weight.stride())
+        if func is not aten.mm.default:
+            raise NotImplementedError(f"{func} of a weight in float8")
+        return func(*tree_map_only(TwiceCastWeight, lambda each: each.own, args), **(kwargs or {}))
 
 
-class WeightCast(nn.Module):
+class WeightCaster(nn.Module):
     """The casts of a weight. A module, so that they are compiled and observed as blocks are."""
 
     def forward(
@@ -111,12 +113,12 @@ class WeightCast(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> Float8TrainingTensor:
         """Return the `weight` [N, K] of `linear` in float8, as the linear takes it in its place; of
-        a DTensor the local part. `scale` is that of the whole weight, if it is known, and `dtype`
-        the type of the gradient, unless it is the weight's."""
+        a DTensor the local part. `scale` [] is that of the whole weight, if it is known. `dtype`
+        is the type that the result shows, and so its gradient's; by default that of `weight`."""
         casts = self(weight, linear.config, linear.linear_mm_config, scale)
         local: list[Any] = [x.to_local() if isinstance(x, DTensor) else x for x in casts]
         if len(local) == 2:
-            return CastWeight(*local)
+            return TwiceCastWeight(*local)
         (cast,) = local
         matmuls, role = cast._linear_mm_config, cast._gemm_input_role
         return Float8TrainingTensor(cast._data, cast._scale, dtype or cast.dtype, matmuls, role)

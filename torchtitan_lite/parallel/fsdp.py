@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from torchtitan_lite import patches
-from torchtitan_lite.base.torchao_types import data_of, is_gathered_in_float8
+from torchtitan_lite.base.torchao_types import data_of, is_gathered_in_float8, refill
 from torchtitan_lite.config import ParallelismConfig, TrainingConfig
 from torchtitan_lite.models.init import local_part
 from torchtitan_lite.models.llama3 import Transformer
@@ -82,12 +82,21 @@ def apply_fsdp(
                 module.set_custom_reduce_scatter(HostReduceScatter())
 
 
-def _cast_weight(owner: Any, weight: Tensor) -> Any:
-    """Return the gathered `weight` of a linear that casts it once, and the data of its casts."""
-    if not hasattr(owner, "weight_cast"):
-        return None
-    cast = owner.weight_cast.of(owner, weight)
-    return cast, data_of(cast)
+def _cast_weight(linear: Any, weight: Tensor, held: Any) -> tuple[Any, list[Tensor]]:
+    """Return the gathered `weight` of `linear` in float8, in `held` if that is not None, and the
+    data of its casts."""
+    cast = linear.weight_caster.of(linear, weight)
+    if held is None:
+        return cast, data_of(cast)
+    refill(held, cast)
+    return held, data_of(held)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free the weights that FSDP has gathered for passes that no backward pass follows."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class HostReduceScatter(ReduceScatter):

@@ -112,7 +112,7 @@ class WeightCopies:
         cast = {
             master: of_master[0][0]
             for master, of_master in places.items()
-            if hasattr(of_master[0][0], "weight_cast")
+            if hasattr(of_master[0][0], "weight_caster")
         }
         casts = dict(zip(cast, self._casts([*cast.values()], [*cast]), strict=True))
         weights = []
@@ -136,9 +136,9 @@ class WeightCopies:
 
     @torch.no_grad()
     def _casts(self, linears: Sequence[Any], masters: Sequence[Tensor]) -> Iterator[Any]:
-        """Cast the masters of `linears` to float8: as they are if FSDP would gather them in float8,
-        else from the compute type. One all-reduce finds the largest magnitudes of all that have one
-        scale."""
+        """Cast the masters [N, K] of `linears` to float8, one after the other: as they are if FSDP
+        would gather them in float8, else from the compute type. If they have one scale each, one
+        all-reduce finds the largest magnitudes of all."""
         scales: Iterable[Any] = itertools.repeat(None, len(masters))
         if linears and has_one_scale(linears[0]):
             from torchao.float8.float8_utils import amax_to_scale  # slow to import
@@ -146,14 +146,20 @@ class WeightCopies:
             largest = torch.stack(torch._foreach_norm(list(map(local_part, masters)), math.inf))
             if isinstance(split := masters[0], DTensor):
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=split.device_mesh.get_group())
-            if not self._gathered:  # the largest rounded magnitude is the largest one rounded
+            if not self._gathered:  # rounding is monotonic
                 largest = largest.to(self._dtype)
-            scales = amax_to_scale(largest, linears[0].config.cast_config_weight.target_dtype)
+            config = linears[0].config
+            dtype, rounded = (
+                config.cast_config_weight.target_dtype,
+                config.round_scales_to_power_of_2,
+            )
+            # Compiled code copies what does not begin at a multiple of 16 bytes.
+            scales = amax_to_scale(largest, dtype, rounded)[:, None].repeat(1, 4)[:, 0]
         for linear, master, scale in zip(linears, masters, scales, strict=True):
             weight = master if self._gathered else master.to(self._dtype)
             if scale is not None:
                 weight = local_part(weight)
-            yield linear.weight_cast.of(linear, weight, scale, self._dtype)
+            yield linear.weight_caster.of(linear, weight, scale, self._dtype)
 
     def _free_in_last(self, weight: "_Weight", *_: object) -> None:
         if self.last_microbatch:

@@ -118,9 +118,10 @@ def set_up_compiler(mesh: DeviceMesh, activation_checkpoint: ActivationCheckpoin
 def cast_weights_once(
     model: Transformer, *, alone: bool, microbatches: int, compile: CompileConfig
 ) -> None:
-    """Let those who gather weights of `model` cast them to float8 for a whole step, in code that is
-    compiled if the blocks are: weights that several microbatches read, or that have one cast for
-    both passes. Not a tied weight, which the embedding reads, nor what FSDP gathers in float8."""
+    """Give the linears of `model` a `weight_caster`, by which those who gather their weights cast
+    them to float8 for a whole step, in code that is compiled if the blocks are: weights that
+    several microbatches read, or that have one cast for both passes. Not a tied weight, which the
+    embedding reads, nor what FSDP gathers in float8."""
 
     def is_cast_once(linear: nn.Module) -> bool:
         if not is_float8_linear(linear) or (model.args.tie_embeddings and linear is model.output):
@@ -132,13 +133,13 @@ def cast_weights_once(
     if not linears:
         return
 
-    from torchtitan_lite.float8.weights import WeightCast  # imports torchao
+    from torchtitan_lite.float8.weights import WeightCaster  # imports torchao
 
-    cast = WeightCast()
+    cast = WeightCaster()
     if compile.covers("model"):
         cast.compile(fullgraph=True, dynamic=False, backend=compile.backend)
     for linear in linears:
-        linear.weight_cast = cast
+        linear.weight_caster = cast
 
 
 def compile_blocks(model: Transformer, *, backend: str = "inductor") -> None:

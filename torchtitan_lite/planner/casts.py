@@ -22,9 +22,11 @@ class Casts(NamedTuple):
     input: tuple[Traffic, Traffic]
     weight: tuple[Traffic, Traffic]
     grad_output: Traffic
-    used: tuple[Traffic, Traffic] = (Traffic(), Traffic())
-    """What is left of `weight` for a microbatch if the weight was cast before it. Negative bytes:
-    without that cast, the compiler fuses those of gradients better."""
+    weight_before: Traffic = Traffic()
+    """Of a weight that is cast before a step's microbatches, for both passes."""
+    weight_when_cast: tuple[Traffic, Traffic] = (Traffic(), Traffic())
+    """What is left of `weight` for a microbatch then. Negative bytes: the compiler fuses the casts
+    of gradients better."""
 
 
 # Eager, each operator of a cast reads and writes the whole tensor, mostly in float32: abs, max, to
@@ -49,7 +51,8 @@ COMPILED = {
         input=(Traffic(3, kernels=2.25), Traffic(-1.7, 3.6, kernels=1)),
         weight=(Traffic(5, kernels=3), Traffic(transposing=3, kernels=1)),
         grad_output=Traffic(-0.5, 4.4, kernels=2.3),
-        used=_TRANSPOSED,
+        weight_before=Traffic(5, kernels=3),
+        weight_when_cast=_TRANSPOSED,
     ),
     # A row is scaled in one kernel, since it stays on the chip; a column needs an amax of its own.
     # torchao multiplies row-wise gradients unscaled, to avoid a slow kernel, and scales them
@@ -60,22 +63,24 @@ COMPILED = {
         input=(Traffic(-0.4, kernels=0.25), Traffic(0.5, 3.6, kernels=2)),
         weight=(Traffic(3, kernels=1), Traffic(6, 3, kernels=3.7)),
         grad_output=Traffic(6.2, 8.1, kernels=4.2),
-        used=(Traffic(kernels=1), Traffic(2.9, -2.8, kernels=0.8)),
+        weight_before=Traffic(5, 3, kernels=4),
+        weight_when_cast=(Traffic(kernels=1), Traffic(2.9, -2.8, kernels=0.8)),
     ),
     # grad_weight needs each input in bf16 too, which is stored beside its cast.
     "rowwise_with_gw_hp": Casts(
         input=(Traffic(1.3, kernels=0.25), Traffic()),
         weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
         grad_output=Traffic(3, kernels=1.3),
-        used=(Traffic(kernels=1), Traffic(1, kernels=0.1)),
+        weight_before=Traffic(5, 3, kernels=4),
+        weight_when_cast=(Traffic(kernels=1), Traffic(1, kernels=0.1)),
     ),
     "mxfp8": Casts((_MX, _MX), (_MX, _MX), Traffic(6, kernels=4)),
 }
 EAGER = {
     "tensorwise": Casts(
-        (_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22), _TRANSPOSED
+        (_TENSOR, _TENSOR), (_TENSOR, _TENSOR), Traffic(66, kernels=22), _TENSOR, _TRANSPOSED
     ),
-    "rowwise": Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28)),
-    "rowwise_with_gw_hp": Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW),
+    "rowwise": Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28), Traffic(66, kernels=28)),
+    "rowwise_with_gw_hp": Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW, Traffic(66, kernels=25)),
     "mxfp8": Casts((_MX_EAGER, _MX_EAGER), (_MX_EAGER, _MX_EAGER), Traffic(6, kernels=6)),
 }

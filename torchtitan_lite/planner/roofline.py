@@ -73,11 +73,13 @@ class Roofline:
         return table.get(self.job.config.float8.recipe_name, table[DEFAULT_RECIPE])
 
     @cached_property
-    def weight_casts(self) -> float:
-        """How often a microbatch casts a weight for a pass; FSDP can gather it in float8."""
-        if self.job.config.float8.enable_fsdp_float8_all_gather:
-            return 0.0
-        return 1 / self.job.batch.grad_accum_steps if Share(self.job, ()).casts_once else 1.0
+    def weights_are_cast(self) -> tuple[bool, float]:
+        """Whether weights are in float8 before a microbatch, and the part of the casts before a
+        step that it pays for: 0 if FSDP gathers them in float8, after casts of shards."""
+        share = Share(self.job, ())
+        if share.casts_once:
+            return True, 1 / share.microbatches
+        return self.job.config.float8.enable_fsdp_float8_all_gather, 0.0
 
     # ----- Kernels and collectives -----
 
@@ -158,11 +160,10 @@ class Roofline:
 
         # The embedding reads a tied weight too, so that it stays in high precision.
         tied = linear.kind == OUTPUT and self.job.model_args.tie_embeddings
-        often = 1.0 if tied else self.weight_casts
-        forward, backward = (
-            often * self._cast_s(n * k, cast) + (1 - often) * self._cast_s(n * k, used)
-            for cast, used in zip(self.casts.weight, self.casts.used, strict=True)
-        )
+        cast, paid = (False, 0.0) if tied else self.weights_are_cast
+        weight = self.casts.weight_when_cast if cast else self.casts.weight
+        forward, backward = (self._cast_s(n * k, each) for each in weight)
+        forward += paid * self._cast_s(n * k, self.casts.weight_before)
         return output + forward, grad_input + backward, grad_weight
 
     def _cast_s(self, elements: int, traffic: Traffic) -> float:

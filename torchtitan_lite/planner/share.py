@@ -69,7 +69,7 @@ class Share:
         recipe, all_gather = config.float8.recipe, config.float8.enable_fsdp_float8_all_gather
         several = self.microbatches > 1 or recipe.gathers_float8
         cast = self.stays and several and recipe.kind == "float8"
-        self.casts_once = cast and not all_gather
+        self.casts_once = cast and (self.without_fsdp or not all_gather)
 
         # Bytes of an element of a gathered weight, and of a block: as it is gathered, with one for
         # each float8, and as it is kept, with two if both matmuls have a cast of their own. Without
@@ -80,7 +80,7 @@ class Share:
         self.in_float8 = in_float8 if all_gather else 0
         self.gathered_block = self.gathered_width * (self.block - self.in_float8) + self.in_float8
         self.kept_block = self.gathered_block
-        if self.casts_once:
+        if self.casts_once and not all_gather:
             casts = 1 if recipe.gathers_float8 else 2
             self.kept_block += (casts - self.gathered_width) * in_float8
 

@@ -275,8 +275,8 @@ def wait_for_end(path: Path, *, since: float, job: str | None) -> Status | None:
 def find_outcome(status: Status | None, end: AgentEnd) -> tuple[str, int, int | None]:
     """Return why a run ended: cause, exit code, and rank at fault, if any.
 
-    The run's own `status` says it, unless no rank has written the end; None if the run ended before
-    it opened its folder."""
+    The run's own `status` says it, after the signal that has killed the rank, unless no rank has
+    written the end; None if the run ended before it opened its folder."""
     if status is not None and status.exit_code is not None:
         cause = status.cause or status.state
         if end.killed and end.rank == status.rank:  # ranks that miss it do not know the signal

@@ -25,6 +25,7 @@ from torchtitan_lite.float8.observe import StepObserver
 from torchtitan_lite.metrics.flops import document_squares, document_values
 from torchtitan_lite.metrics.processor import StepValues
 from torchtitan_lite.metrics.records import has_validation
+from torchtitan_lite.parallel.fsdp import free_gathered
 from torchtitan_lite.parallel.mesh import Groups, all_gather
 from torchtitan_lite.run.process_group import set_timeouts
 from torchtitan_lite.run.run_folder import RunFolder
@@ -313,6 +314,8 @@ class Trainer:
             while taken := self.next_batches(batches):
                 loss += self.microbatches.evaluate(taken, scale=1 / tokens)
             dist.all_reduce(loss, group=self.groups.losses)
+            for stage in self.built.stages:
+                free_gathered(stage)
             self.watchdog.at(step, "samples")
             samples = self.samples.make() if self.samples is not None else []
         self.metrics.write_scalars(step, {"validation_loss": loss.item()})
