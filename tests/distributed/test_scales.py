@@ -69,8 +69,7 @@ def test_precomputed_scales_train_as_dynamic_ones_do_by_the_bit(layout: str, run
 def test_all_ranks_scale_a_weight_as_one_process_does(layout: str, recipe: str, runs: Runs) -> None:
     (expected,) = scales(runs("one process") / recipe)
     for rank_scales in scales(runs(layout) / recipe):
-        # The first 14 are those of the first forward pass. One process that would gather in float8
-        # casts a weight once a step.
+        # The first 14 are those of the first forward pass, or all of a step, in another order.
         found = rank_scales["WEIGHT"]
         assert len(set(found)) > 7 and set(found) == set(expected["WEIGHT"])
-        assert found[:14] == expected["WEIGHT"][:14]
+        assert sorted(found[:14]) == sorted(expected["WEIGHT"][:14])

@@ -61,6 +61,7 @@ def test_linears_that_silently_train_in_high_precision_are_an_error_if_determini
     tmp_path: Path,
 ) -> None:
     lost = [fault("lose_float8", "start")]
-    exit_code, cause = fail(tmp_path, *FLOAT8, "--debug.deterministic", faults=lost, processes=1)
+    # On one process a linear in high precision could not take the weight that was cast before.
+    exit_code, cause = fail(tmp_path, *FLOAT8, "--debug.deterministic", faults=lost, processes=2)
     assert exit_code == NumericError.exit_code
-    assert "0 matmuls in float8, and at least 168 were asked for" in cause  # in four microbatches
+    assert "0 matmuls in float8, and at least 84 were asked for" in cause  # in two microbatches
