@@ -512,19 +512,22 @@ def end(state, exit_code, cause):
         json.dump(status | {"exit_code": exit_code, "job": job}, file)
     os._exit(1)
 
+def say(line):
+    os.write(1, line.encode() + b"\\n")  # a handler may not print while the main thread does
+
 def serve(on_signal):
     for number in (1, 2, 3, 10, 12, 15):
         signal.signal(number, lambda number, frame: on_signal(signal.Signals(number).name))
-    print("ready", flush=True)
+    say("ready")
     while True:
         time.sleep(0.05)
 """
-SAVES = "serve(lambda by: (print('saved', flush=True), end('stopped', 75, f'stopped by {by}')))"
+SAVES = "serve(lambda by: (say('saved'), end('stopped', 75, f'stopped by {by}')))"
 STUBBORN = """
 worker = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 with open(os.environ["RUN"] + "/worker", "w") as file:
     file.write(str(worker.pid))
-serve(lambda by: print("stopping", flush=True))
+serve(lambda by: say("stopping"))
 """
 
 
@@ -593,7 +596,7 @@ os._exit(1)
 
 
 def test_a_signal_before_the_agent_can_act_on_it_ends_the_run(supervised):
-    process = supervised.signal("print('ready', flush=True); time.sleep(1000)", SIGTERM)
+    process = supervised.signal("say('ready'); time.sleep(1000)", SIGTERM)
     assert "exit code 75: stopped by SIGTERM before the first step" in process.communicate()[1]
     assert process.returncode == 75
 

@@ -311,7 +311,7 @@ def report_end(launch: Launch, end: AgentEnd, *, path: Path, log_dir: Path, sinc
     if status is not None:
         lines.append(f"step: {status.step}")
         lines.append(f"last checkpoint: {status.last_checkpoint or 'none'}")
-        if status.exit_code is None:
+        if cause != (status.cause or status.state):
             ended = replace(status, state="failed", cause=cause, exit_code=code, rank=rank)
             with suppress(RunError):  # a full disk: the lines say the same
                 write_status(path, replace(ended, time=time.time()))
