@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import GemmInputRole
 
 from torchtitan_lite.base.torchao_types import data_of, is_float8_tensor
 from torchtitan_lite.float8.weights import TwiceCastWeight, WeightCaster
+from torchtitan_lite.patches import observe_float8_casts
 
 # ----- TwiceCastWeight, WeightCaster -----
 
@@ -38,9 +40,7 @@ def run(linear: Float8Linear, weight: Tensor, *, recomputes: bool = False) -> li
     """The output and both gradients."""
     linear.weight = leaf = nn.Parameter(weight)
     x = torch.linspace(-3, 4, 2 * 16 * K).reshape(2, 16, K).bfloat16().requires_grad_()
-    output = linear(x)
-    if recomputes:
-        output = torch.utils.checkpoint.checkpoint(linear, x, use_reentrant=False)
+    output = checkpoint(linear, x, use_reentrant=False) if recomputes else linear(x)
     output.backward(torch.linspace(-1, 2, 2 * 16 * N).reshape(2, 16, N).bfloat16())
     return [output.detach(), x.grad, leaf.grad]
 
@@ -58,8 +58,6 @@ def test_a_weight_cast_before_gives_the_same_bits(recipe: str, recomputes: bool)
 
 @every_recipe
 def test_a_linear_casts_no_weight_that_was_cast_before(recipe: str) -> None:
-    from torchtitan_lite.patches import observe_float8_casts
-
     linear = linear_of(recipe)
     roles: list[GemmInputRole] = []
     with observe_float8_casts(lambda _, cast: roles.append(cast._gemm_input_role)):
