@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -26,9 +27,9 @@ def is_gathered_in_float8(weight: object) -> "TypeGuard[WeightWithDynamicFloat8C
     return _is_instance(weight, "fsdp_utils", "WeightWithDynamicFloat8CastTensor")
 
 
-def has_one_scale(linear: "Float8Linear") -> bool:
-    """Return whether both matmuls with the weight of `linear` take one cast, with one scale."""
-    return linear.config.cast_config_weight.scaling_granularity.name == "TENSORWISE"
+def has_one_scale(config: "Float8LinearConfig") -> bool:
+    """Return whether both matmuls with a weight take one cast of it, with one scale."""
+    return config.cast_config_weight.scaling_granularity.name == "TENSORWISE"
 
 
 def data_of(tensor: "Tensor") -> "list[Tensor]":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
-from torchao.float8.config import CastConfig, Float8LinearConfig, ScalingGranularity
+from torchao.float8.config import CastConfig, Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import (
@@ -19,6 +19,8 @@ from torchao.float8.float8_training_tensor import (
     LinearMMConfig,
     hp_tensor_and_scale_to_float8,
 )
+
+from torchtitan_lite.base.torchao_types import has_one_scale
 
 aten = torch.ops.aten
 
@@ -97,7 +99,7 @@ class WeightCaster(nn.Module):
         if scale is not None:
             dtype, role = config.cast_config_weight.target_dtype, GemmInputRole.WEIGHT
             return [hp_tensor_and_scale_to_float8(weight, scale, dtype, matmuls, role)]
-        if config.cast_config_weight.scaling_granularity is ScalingGranularity.TENSORWISE:
+        if has_one_scale(config):
             return [cast(weight, config.cast_config_weight, 0)]
         # A GPU multiplies by a matrix that is stored by columns.
         stored = weight.t() if config.emulate else weight.t().contiguous()

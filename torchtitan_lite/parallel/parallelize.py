@@ -127,7 +127,7 @@ def cast_weights_once(
         if not is_float8_linear(linear) or (model.args.tie_embeddings and linear is model.output):
             return False
         gathered = is_gathered_in_float8(local_part(linear.weight))
-        return (microbatches > 1 or has_one_scale(linear)) and (alone or not gathered)
+        return (microbatches > 1 or has_one_scale(linear.config)) and (alone or not gathered)
 
     linears = list(filter(is_cast_once, model.modules()))
     if not linears:
