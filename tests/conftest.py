@@ -5,9 +5,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from torchao.float8 import float8_ops, float8_training_tensor
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
-from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.run.compiler_checks import check_compiler
 
@@ -137,14 +135,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.skip(reason="no CUDA GPU of compute capability 8.9 or newer")
             )
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, None, None]:
-    """Skip a test that the product refuses to run with a torchao that has no MXFP8."""
-    try:
-        return (yield)
-    except ConfigError as error:
-        if version("torchao").startswith("0.17.") and "needs torchao 0.18" in str(error):
-            pytest.skip(f"torchao {version('torchao')} has no MXFP8")
-        raise

@@ -62,6 +62,7 @@ MXFP8 = {"matmul e4m3 x e4m3, scales: 32, 32": 3 * PER_MATMUL}
 # Rounds each scale to a power of two: of a weight for both passes once a step, and of the input and
 # the gradient for both in each of two microbatches.
 ROW_CASTS = {"log2_kernel": STEPS * 14 * (2 + 2 * 4)}
+MX_CASTS = dict.fromkeys(("to_mxfp8_dim0", "mxfp8_quantize"), STEPS * 14 * (1 + 2 * 2))
 # Half of the keys and values of a long sequence: 8 heads of 128, in bfloat16.
 KEYS = f"{2 * 131072 // 2 * 8 * 128 * 2} bytes"
 SHARED_ATTENTION = {
@@ -157,7 +158,7 @@ CASES = {
     "rowwise, compiled": Case((*recipe("rowwise"), COMPILED), ROWWISE),
     "rowwise_with_gw_hp": Case(recipe("rowwise_with_gw_hp"), GW_HP),
     "rowwise_with_gw_hp, compiled": Case((*recipe("rowwise_with_gw_hp"), COMPILED), GW_HP),
-    "mxfp8": Case(recipe("mxfp8"), MXFP8, device=BLACKWELL, needs=MX_TORCHAO),
+    "mxfp8": Case(recipe("mxfp8"), MXFP8, device=BLACKWELL, needs=MX_TORCHAO, calls=MX_CASTS),
     "mxfp8, compiled": Case(
         (*recipe("mxfp8"), COMPILED), MXFP8, device=BLACKWELL, needs=MX_TORCHAO
     ),

@@ -51,8 +51,6 @@ def test_smoke_cells_have_every_value() -> None:
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_trainer_trains_as_on_one_process(cell: Cell, folder: Path, failed: dict[str, str]) -> None:
     assert not crash(cell, failed), crash(cell, failed)
-    if "needs torchao 0.18" in (outcome(cell, folder) or ""):
-        pytest.skip("this torchao has no MXFP8")
     assert outcome(cell, folder) == ""
     assert deviation(cell, folder) < TOLERANCE
     assert deviation(cell, folder, of="grad_norm") < TOLERANCE

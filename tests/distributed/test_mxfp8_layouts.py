@@ -1,8 +1,6 @@
 """MXFP8 on two ranks gives the losses of one: blocks of 32 do not cross ranks, which compute on
 what they have."""
 
-from importlib.metadata import version
-
 import pytest
 from launching import read_losses, train_together
 from matrix import RECIPES, TOLERANCE, TP
@@ -10,10 +8,6 @@ from matrix import RECIPES, TOLERANCE, TP
 MXFP8 = ["--float8.enable_float8_linear", "--float8.recipe_name=mxfp8"]
 OP = "--activation_checkpoint.mode=selective"
 LAYOUTS = {"FSDP, op, compiled": [OP, "--compile.enable"], "TP, op": [f"{TP}=2", OP]}
-
-pytestmark = pytest.mark.skipif(
-    version("torchao").startswith("0.17."), reason="a torchao without MXFP8"
-)
 
 
 @pytest.fixture(scope="module")

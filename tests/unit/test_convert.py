@@ -1,8 +1,6 @@
 """The swap of linears: the recipe asked for, emulated with that recipe, and only what was chosen.
 What they compute is in test_recipes.py, and MXFP8 on several ranks in test_mxfp8_layouts.py."""
 
-import sys
-
 import pytest
 import torch
 import torchao.float8
@@ -140,12 +138,3 @@ def test_on_meta_there_are_shapes_also_without_a_device_that_has_the_kernels() -
     output = model(torch.empty(2, 32, 64, device="meta"))
     output.sum().backward()
     assert output.shape == (2, 32, 64) and model[0].weight.grad.shape == (96, 64)
-
-
-def test_a_torchao_without_mxfp8_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training.mxfp8_linear", None)
-    monkeypatch.setattr("torchao.__version__", "0.17.0")
-    with pytest.raises(
-        ConfigError, match=r"\"mxfp8\" needs torchao 0.18, .* 0.17.0 does not offer it"
-    ):
-        convert_to_mxfp8(two_linears(), ["0"], emulate=True)

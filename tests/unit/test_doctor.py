@@ -23,7 +23,6 @@ from torchtitan_lite.tools.doctor import (
 )
 
 CPU = torch.device("cpu")
-UNSUPPORTED = {"mxfp8"} if metadata.version("torchao") < "0.18" else set()
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def test_a_machine_on_which_all_works(quick, tmp_path, capsys) -> None:
     *lines, empty, verdict = capsys.readouterr().out.splitlines()
     assert (empty, verdict) == ("", "training works here")
     found = dict(re.findall(r"^(.+?) +works  (.+)$", "\n".join(lines), flags=re.MULTILINE))
-    assert found.keys() == build_checks(tmp_path).keys() - {f"float8 {n}" for n in UNSUPPORTED}
+    assert found.keys() == build_checks(tmp_path).keys()
     assert f"torch {metadata.version('torch')}, torchao " in found["versions"]
     assert re.fullmatch(rf"[\d.]+ GiB free in {tmp_path}", found["disk"])
     assert list(tmp_path.iterdir()) == []
@@ -71,7 +70,7 @@ def test_a_torch_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # ----- check_matmuls -----
 
 
-@pytest.mark.parametrize("recipe", [None, *sorted(RECIPES.keys() - UNSUPPORTED)])
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_check_matmuls_compares_with_float32(recipe: str | None) -> None:
     how, sqnr_db = re.match(r"(\w+): SQNR ([\d.]+) dB", check_matmuls(recipe, CPU)).groups()
     lowest, highest = (45, 60) if recipe is None else (20, 40)

@@ -43,7 +43,7 @@ ARGS = replace(SMALL, ffn_dim=128, vocab_size=128, max_seq_len=32)
 TOKENS = torch.arange(3 * 64).reshape(3, 2, 32) * 7 % 128  # of three microbatches
 TENSORWISE = {"recipe_name": "tensorwise"}
 GATHERED = TENSORWISE | {"enable_fsdp_float8_all_gather": True}
-ROWWISE = {"recipe_name": "rowwise"}
+ROWWISE, MXFP8 = {"recipe_name": "rowwise"}, {"recipe_name": "mxfp8"}
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +129,7 @@ CASES = {
     "rowwise_with_gw_hp": Case(float8={"recipe_name": "rowwise_with_gw_hp"}, microbatches=3),
     "TP, tensorwise": Case(tp=2, float8=TENSORWISE, microbatches=2),
     "TP, rowwise": Case(tp=2, float8=ROWWISE, microbatches=2),
+    "mxfp8": Case(float8=MXFP8, microbatches=2, ac="full"),
     "gathered": Case(float8=GATHERED, microbatches=2, ac="full"),
     "gathered, tied": Case(float8=GATHERED, tied=True),
     "precomputed": Case(float8=GATHERED | {"precompute_float8_dynamic_scale_for_fsdp": True}),
@@ -137,6 +138,7 @@ CASES = {
     "TP, gathered": Case(tp=2, float8=GATHERED, microbatches=2, ac="full"),
     "rowwise, compiled": Case(float8=ROWWISE, ac="selective", compiled=True),
     "cast once, compiled": Case(float8=ROWWISE, microbatches=2, compiled=True),
+    "mxfp8, compiled": Case(float8=MXFP8, microbatches=2, compiled=True),
     "TP, cast once, compiled": Case(tp=2, float8=ROWWISE, microbatches=2, compiled=True),
     "gathered, compiled": Case(float8=GATHERED, microbatches=2, compiled=True),
     "TP, compiled": Case(tp=2, float8=TENSORWISE, compiled=True),
@@ -264,7 +266,7 @@ def gathered_of(block: nn.Module) -> list[Tensor]:
     return [gathered for each in linears for gathered in each.all_gather_outputs]
 
 
-CAST = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "TP, tensorwise", "TP, rowwise"]
+CAST = ["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8", "TP, tensorwise", "TP, rowwise"]
 
 
 @pytest.mark.parametrize("name", CAST)

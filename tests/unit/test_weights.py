@@ -1,5 +1,7 @@
-"""A weight that was cast before gives a Float8Linear the bits that it would compute itself."""
+"""A weight that was cast before gives a linear the bits that it would compute itself."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -8,40 +10,44 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
-from torchao.float8.float8_training_tensor import GemmInputRole
 
 from torchtitan_lite.base.torchao_types import data_of, is_float8_tensor
+from torchtitan_lite.float8 import mx_matmul
+from torchtitan_lite.float8.mxfp8 import convert_to_mxfp8
 from torchtitan_lite.float8.weights import TwiceCastWeight, WeightCaster
 from torchtitan_lite.patches import observe_float8_casts
 
 # ----- TwiceCastWeight, WeightCaster -----
 
-RECIPES = {"tensorwise": 1, "rowwise": 2, "rowwise_with_gw_hp": 2}
+RECIPES = {"tensorwise": 1, "rowwise": 2, "rowwise_with_gw_hp": 2, "mxfp8": 2}
 """How many casts of a weight both matmuls need."""
-N, K = 48, 32
+N, K = 64, 32
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def linear_of(recipe: str) -> Float8Linear:
+def linear_of(recipe: str) -> Any:
     torch.manual_seed(0)
     linear = nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         linear.weight *= torch.linspace(0.1, 10, K) * torch.linspace(1, 50, N)[:, None]
+    if recipe == "mxfp8":
+        convert_to_mxfp8(model := nn.Sequential(linear), ["0"], emulate=True)
+        return model[0]
     config = Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", True)
     return Float8Linear.from_float(linear, config)
 
 
-def cast_of(linear: Float8Linear) -> Any:
+def cast_of(linear: Any) -> Any:
     return WeightCaster().of(linear, linear.weight)
 
 
-def run(linear: Float8Linear, weight: Tensor, *, recomputes: bool = False) -> list[Tensor]:
+def run(linear: Any, weight: Tensor, *, recomputes: bool = False) -> list[Tensor]:
     """The output and both gradients."""
     linear.weight = leaf = nn.Parameter(weight)
-    x = torch.linspace(-3, 4, 2 * 16 * K).reshape(2, 16, K).bfloat16().requires_grad_()
+    x = torch.linspace(-3, 4, 2 * 48 * K).reshape(2, 48, K).bfloat16().requires_grad_()
     output = checkpoint(linear, x, use_reentrant=False) if recomputes else linear(x)
-    output.backward(torch.linspace(-1, 2, 2 * 16 * N).reshape(2, 16, N).bfloat16())
+    output.backward(torch.linspace(-1, 2, 2 * 48 * N).reshape(2, 48, N).bfloat16())
     return [output.detach(), x.grad, leaf.grad]
 
 
@@ -56,15 +62,35 @@ def test_a_weight_cast_before_gives_the_same_bits(recipe: str, recomputes: bool)
         assert value.stride() == right.stride()
 
 
+@contextmanager
+def casts_of_weights() -> Iterator[list[Tensor]]:
+    """The weights [N, K] that are cast; no other operand has this shape."""
+    seen: list[Tensor] = []
+
+    def see(tensor: Tensor, *_: Any) -> None:
+        if tensor.shape in ((N, K), (K, N)):
+            seen.append(tensor)
+
+    def observed(cast: Any) -> Any:
+        return lambda tensor, kernels: (see(tensor), cast(tensor, kernels))[1]
+
+    with pytest.MonkeyPatch.context() as patch, observe_float8_casts(see):
+        for name in ("cast_rows", "cast_columns"):
+            patch.setattr(mx_matmul, name, observed(getattr(mx_matmul, name)))
+        yield seen
+
+
 @every_recipe
 def test_a_linear_casts_no_weight_that_was_cast_before(recipe: str) -> None:
     linear = linear_of(recipe)
-    roles: list[GemmInputRole] = []
-    with observe_float8_casts(lambda _, cast: roles.append(cast._gemm_input_role)):
-        weight = cast_of(linear)
-        assert roles == [GemmInputRole.WEIGHT] * RECIPES[recipe]
+    weight = linear.weight.detach()
+    with casts_of_weights() as seen:
+        cast = cast_of(linear)
+        assert len(seen) == RECIPES[recipe]
+        run(linear, cast)
+        assert len(seen) == RECIPES[recipe]
         run(linear, weight)
-    assert len(roles) > RECIPES[recipe] == roles.count(GemmInputRole.WEIGHT)
+        assert len(seen) > RECIPES[recipe]
 
 
 @every_recipe

@@ -2,11 +2,10 @@
 been imported, no object has its types."""
 
 import sys
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
     from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -27,19 +26,30 @@ def is_gathered_in_float8(weight: object) -> "TypeGuard[WeightWithDynamicFloat8C
     return _is_instance(weight, "fsdp_utils", "WeightWithDynamicFloat8CastTensor")
 
 
-def has_one_scale(config: "Float8LinearConfig") -> bool:
-    """Return whether both matmuls with a weight take one cast of it, with one scale."""
-    return config.cast_config_weight.scaling_granularity.name == "TENSORWISE"
+def has_one_scale(linear: object) -> bool:
+    """Return whether both float8 matmuls with the weight of `linear` take one cast of it, with one
+    scale."""
+    if not is_float8_linear(linear):
+        return False
+    return linear.config.cast_config_weight.scaling_granularity.name == "TENSORWISE"
 
 
 def data_of(tensor: "Tensor") -> "list[Tensor]":
     """Return what holds the elements of `tensor`: itself, or the data of its casts to float8."""
-    return [cast._data for cast in casts_of(tensor)] if is_float8_tensor(tensor) else [tensor]
+    if not is_float8_tensor(tensor):
+        return [tensor]
+    return [getattr(cast, _parts(cast)[0]) for cast in _casts(tensor)]
 
 
-def casts_of(tensor: "Float8TrainingTensor") -> "list[Float8TrainingTensor]":
+def _casts(tensor: "Float8TrainingTensor") -> list[Any]:
     """Return the casts of a weight in float8: itself, or both of a TwiceCastWeight."""
     return getattr(tensor, "casts", [tensor])
+
+
+def _parts(cast: Any) -> list[str]:
+    """Return the names of a cast's data and scale: torchao's float8 and MX tensors have others."""
+    names: list[str] = cast.__tensor_flatten__()[0]
+    return names
 
 
 def replace_data(tensor: "Float8TrainingTensor", new: "Float8TrainingTensor") -> None:
@@ -51,11 +61,13 @@ def replace_data(tensor: "Float8TrainingTensor", new: "Float8TrainingTensor") ->
 def refill(tensor: "Float8TrainingTensor", new: "Float8TrainingTensor") -> None:
     """Give the storages of `tensor` the data of `new`, of the same type and sizes, and itself the
     scales. Whoever has kept its data has the new one too."""
-    for old, fresh in zip(casts_of(tensor), casts_of(new), strict=True):
-        storage = old._data.untyped_storage()
-        storage.resize_(fresh._data.untyped_storage().size())
-        storage.copy_(fresh._data.untyped_storage())
-        old._scale = fresh._scale
+    for old, fresh in zip(data_of(tensor), data_of(new), strict=True):
+        storage, filled = old.untyped_storage(), fresh.untyped_storage()
+        storage.resize_(filled.size())
+        storage.copy_(filled)
+    for cast, fresh in zip(_casts(tensor), _casts(new), strict=True):
+        scale = _parts(cast)[1]
+        setattr(cast, scale, getattr(fresh, scale))
 
 
 def _is_instance(thing: object, module: str, name: str) -> bool:

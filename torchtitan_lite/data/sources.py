@@ -79,8 +79,10 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
             raise DataError(f"{root.absolute()}: {problem} {KINDS}")
         if not root.is_dir() and not (root.is_file() and _is_read(root, dataset)):
             raise DataError(f"{root}: is no file of {KINDS}; name one, or a folder; {OTHERS}")
-        others = sum(not _is_read(path, dataset) for path in _all_files(root, dataset))
-    if others and dataset.endings is None:
+        others = 0
+        if dataset.endings is None:
+            others = sum(not _is_read(path, dataset) for path in _all_files(root, dataset))
+    if others:
         logger.warning(f"{root}: {others:,} files are not read: they are no {KINDS}; {OTHERS}")
     of = root, dataset
     calls = partial(_chunks, *of), partial(_hash, *of), partial(_text_bytes, *of)
@@ -113,8 +115,12 @@ def _all_files(path: Path, dataset: NamedDataset) -> Iterator[Path]:
     if tokens_file(0) in names:  # also the store that is being made
         return
     for name in names:
-        if not name.startswith(".") and name.rstrip("/") not in dataset.skipped_folders:
+        if name.startswith(".") or name.rstrip("/") in dataset.skipped_folders:
+            continue
+        if name.endswith("/"):
             yield from _all_files(path / name, dataset)
+        else:
+            yield path / name
 
 
 def _hash(root: Path, dataset: NamedDataset) -> str:

@@ -1,6 +1,7 @@
 """Swap nn.Linear for its float8 kind, and update the weights' scales after each optimizer step."""
 
 import dataclasses
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
@@ -12,6 +13,9 @@ from torchtitan_lite.config import Float8Config
 
 from .mxfp8 import MXFP8Linear, convert_to_mxfp8
 from .selection import LinearChoice, converted_names
+
+if TYPE_CHECKING:
+    from torchao.float8.float8_linear import Float8Linear
 
 # The first GPUs with float8 matrix units: AMD's MI300 in ROCm's numbering, and NVIDIA's Ada.
 MIN_CAPABILITY = (9, 4) if torch.version.hip else (8, 9)
@@ -43,7 +47,7 @@ def must_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     )
 
 
-def is_float8(module: nn.Module) -> bool:
+def is_float8(module: object) -> "TypeGuard[Float8Linear | MXFP8Linear]":
     """Return whether `module` is a linear that trains in float8."""
     return is_float8_linear(module) or isinstance(module, MXFP8Linear)
 
@@ -51,9 +55,7 @@ def is_float8(module: nn.Module) -> bool:
 def convert_linears(
     model: nn.Module, choices: list[LinearChoice], *, float8: Float8Config, emulate: bool
 ) -> None:
-    """Swap the chosen linears of `model`, which is on meta, in place.
-
-    Raises ConfigError if the installed torchao does not offer the recipe."""
+    """Swap the chosen linears of `model`, which is on meta, in place."""
     chosen = set(converted_names(choices))
     if float8.recipe.kind == "mxfp8":
         convert_to_mxfp8(model, chosen, emulate=emulate)

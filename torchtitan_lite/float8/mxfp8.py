@@ -1,25 +1,32 @@
 """A linear that trains in MXFP8, by a prototype of torchao."""
 
 from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-
-from torchtitan_lite.base.errors import ConfigError
 
 
 class MXFP8Linear(nn.Linear):
     """A linear with the weight [N, K] of another, trained in MXFP8 (OCP Microscaling Formats 1.0).
 
     e4m3 numbers share a power-of-two scale per 32 elements of the dimension that a matmul sums
-    over. `multiply(input, weight)` casts both operands of all three matmuls, and rounds the scale
-    up, so nothing saturates."""
+    over. Both operands of all three matmuls are cast, the scale rounded up, so nothing saturates.
+    """
 
-    def __init__(self, linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        multiply: Callable[[Tensor, Tensor], Tensor],
+        cast_weight: Callable[[Tensor], tuple[Any, Any]],
+    ) -> None:
+        """`multiply(input, weight)` and `cast_weight(weight)` are those of mx_matmul."""
         assert linear.bias is None, "no linear of the model has a bias"
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
         self._multiply: Callable[[Tensor, Tensor], Tensor] = multiply
+        self.cast_weight: Callable[[Tensor], tuple[Any, Any]] = cast_weight
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., N] for `input` [..., K]; both are DTensors under tensor parallelism."""
@@ -41,29 +48,12 @@ class MXFP8Linear(nn.Linear):
 
 
 def convert_to_mxfp8(model: nn.Module, chosen: Collection[str], *, emulate: bool) -> None:
-    """Swap the linears of `model` that are named in `chosen` for MXFP8Linear, in place.
+    """Swap the linears of `model` that are named in `chosen` for MXFP8Linear, in place."""
+    from . import mx_matmul  # imports torchao's prototype
 
-    Raises ConfigError if the installed torchao has no MXFP8 for training."""
-    import torchao
-
-    try:
-        # A prototype, imported only for its users, because it may change or fail.
-        from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
-        from torchao.prototype.mx_formats.config import ScaleCalculationMode
-        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
-    except ImportError as error:
-        raise ConfigError(
-            '[float8] recipe_name = "mxfp8" needs torchao 0.18, and the installed torchao '
-            f"{torchao.__version__} does not offer it for training ({error}); install that, or use "
-            "another recipe."
-        ) from error
-
-    def multiply(input: Tensor, weight: Tensor) -> Tensor:
-        # torchao's kernels do not run on meta, where nothing is computed anyway.
-        kernels = KernelPreference.EMULATED if emulate or input.is_meta else KernelPreference.AUTO
-        return _to_mxfp8_then_scaled_mm(input, weight, kernels, ScaleCalculationMode.RCEIL)
-
+    multiply = partial(mx_matmul.multiply, emulate=emulate)
+    cast_weight = partial(mx_matmul.cast_weight, emulate=emulate)
     for name in chosen:
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear), f"{name} is a linear"
-        model.set_submodule(name, MXFP8Linear(linear, multiply))
+        model.set_submodule(name, MXFP8Linear(linear, multiply, cast_weight))

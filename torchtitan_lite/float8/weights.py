@@ -1,9 +1,10 @@
 """Weights that are cast to float8 once a step, for all its microbatches.
 
-Float8Linear casts a weight in each forward pass, and again in each backward pass; one that is in
+A linear casts its weight in each forward pass, and again in each backward pass; one that is in
 float8 already it takes as it is. Imports torchao, so it is imported only where it is needed.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torchao.float8.float8_training_tensor import (
 
 from torchtitan_lite.base.torchao_types import has_one_scale
 
+from .mxfp8 import MXFP8Linear
+
 aten = torch.ops.aten
 
 
@@ -29,13 +32,11 @@ class TwiceCastWeight(Float8TrainingTensor):
     """A weight [N, K] in float8, cast for each of its matmuls: `own` [N, K] for grad_input, which
     multiplies by it, and `transposed` [K, N] for the output, which multiplies by its transpose."""
 
-    own: Float8TrainingTensor
-    transposed: Float8TrainingTensor
+    own: Any
+    transposed: Any
 
     @staticmethod
-    def __new__(
-        cls, own: Float8TrainingTensor, transposed: Float8TrainingTensor, stride: Any = None
-    ) -> "TwiceCastWeight":
+    def __new__(cls, own: Tensor, transposed: Tensor, stride: Any = None) -> "TwiceCastWeight":
         # Whatever the casts have, the gradient has the strides of a weight in high precision.
         weight = Tensor._make_wrapper_subclass(
             cls, own.shape, stride or (own.shape[1], 1), dtype=own.dtype, device=own.device
@@ -44,7 +45,7 @@ class TwiceCastWeight(Float8TrainingTensor):
         return weight
 
     @property
-    def casts(self) -> list[Float8TrainingTensor]:
+    def casts(self) -> list[Any]:
         """Both casts."""
         return [self.own, self.transposed]
 
@@ -65,7 +66,7 @@ class TwiceCastWeight(Float8TrainingTensor):
         weight = args[0]
         if func is aten.t.default:
             return TwiceCastWeight(weight.transposed, weight.own, weight.stride()[::-1])
-        if func is aten.detach.default:  # torchao's would forget the axis of the scales
+        if func in (aten.detach.default, aten.view.default):  # as it is: DTensor.to_local views
             return TwiceCastWeight(weight.own, weight.transposed, weight.stride())
         if func is not aten.mm.default:
             raise NotImplementedError(f"{func} of a weight in float8")
@@ -75,41 +76,14 @@ class TwiceCastWeight(Float8TrainingTensor):
 class WeightCaster(nn.Module):
     """The casts of a weight. A module, so that they are compiled and observed as blocks are."""
 
-    def forward(
-        self,
-        weight: Tensor,
-        config: Float8LinearConfig,
-        matmuls: LinearMMConfig,
-        scale: Tensor | None,
-    ) -> list[Any]:
-        """Return `weight` [N, K], perhaps a DTensor, in float8: as [N, K] for grad_input and as
-        [K, N] for the output, or once for both if it has one scale, which may be known: `scale`."""
-
-        def cast(weight: Tensor, how: CastConfig, dim: int) -> Tensor:
-            return hp_tensor_to_float8_dynamic(
-                weight,
-                how.target_dtype,
-                matmuls,
-                gemm_input_role=GemmInputRole.WEIGHT,
-                scaling_granularity=how.scaling_granularity,
-                axiswise_dim=get_maybe_axiswise_dim(dim, how.scaling_granularity),
-                round_scales_to_power_of_2=config.round_scales_to_power_of_2,
-            )
-
-        if scale is not None:
-            dtype, role = config.cast_config_weight.target_dtype, GemmInputRole.WEIGHT
-            return [hp_tensor_and_scale_to_float8(weight, scale, dtype, matmuls, role)]
-        if has_one_scale(config):
-            return [cast(weight, config.cast_config_weight, 0)]
-        # A GPU multiplies by a matrix that is stored by columns.
-        stored = weight.t() if config.emulate else weight.t().contiguous()
-        own = cast(stored, config.cast_config_weight_for_grad_input, -1).t()
-        return [own, cast(weight.t(), config.cast_config_weight, 0)]
+    def forward(self, cast: Callable[..., Any], *args: Any) -> Any:
+        """Return what `cast` does."""
+        return cast(*args)
 
     @torch.no_grad()
     def of(
         self,
-        linear: Float8Linear,
+        linear: Float8Linear | MXFP8Linear,
         weight: Tensor,
         scale: Tensor | None = None,
         dtype: torch.dtype | None = None,
@@ -117,10 +91,51 @@ class WeightCaster(nn.Module):
         """Return the `weight` [N, K] of `linear` in float8, as the linear takes it in its place; of
         a DTensor the local part. `scale` [] is that of the whole weight, if it is known. `dtype`
         is the type that the result shows, and so its gradient's; by default that of `weight`."""
-        casts = self(weight, linear.config, linear.linear_mm_config, scale)
-        local: list[Any] = [x.to_local() if isinstance(x, DTensor) else x for x in casts]
-        if len(local) == 2:
-            return TwiceCastWeight(*local)
-        (cast,) = local
-        matmuls, role = cast._linear_mm_config, cast._gemm_input_role
+        if isinstance(linear, MXFP8Linear):
+            return TwiceCastWeight(*self(linear.cast_weight, _local(weight)))
+        config, matmuls = linear.config, linear.linear_mm_config
+        if not has_one_scale(linear):
+            return TwiceCastWeight(*map(_local, self(cast_twice, weight, config, matmuls)))
+        cast = _local(self(cast_once, weight, config, matmuls, scale))
+        role = cast._gemm_input_role
         return Float8TrainingTensor(cast._data, cast._scale, dtype or cast.dtype, matmuls, role)
+
+
+def cast_once(
+    weight: Tensor, config: Float8LinearConfig, matmuls: LinearMMConfig, scale: Tensor | None
+) -> Tensor:
+    """Return `weight` [N, K], perhaps a DTensor, in float8 with one scale, which may be known."""
+    how = config.cast_config_weight
+    if scale is None:
+        return _cast(weight, how, 0, config, matmuls)
+    role = GemmInputRole.WEIGHT
+    return hp_tensor_and_scale_to_float8(weight, scale, how.target_dtype, matmuls, role)
+
+
+def cast_twice(
+    weight: Tensor, config: Float8LinearConfig, matmuls: LinearMMConfig
+) -> tuple[Tensor, Tensor]:
+    """Return `weight` [N, K], perhaps a DTensor, in float8: as [N, K] for grad_input, and as [K, N]
+    for the output, each with a scale per row of the dimension that its matmul does not sum over."""
+    # A GPU multiplies by a matrix that is stored by columns.
+    stored = weight.t() if config.emulate else weight.t().contiguous()
+    own = _cast(stored, config.cast_config_weight_for_grad_input, -1, config, matmuls).t()
+    return own, _cast(weight.t(), config.cast_config_weight, 0, config, matmuls)
+
+
+def _cast(
+    weight: Tensor, how: CastConfig, dim: int, config: Float8LinearConfig, matmuls: LinearMMConfig
+) -> Tensor:
+    return hp_tensor_to_float8_dynamic(
+        weight,
+        how.target_dtype,
+        matmuls,
+        gemm_input_role=GemmInputRole.WEIGHT,
+        scaling_granularity=how.scaling_granularity,
+        axiswise_dim=get_maybe_axiswise_dim(dim, how.scaling_granularity),
+        round_scales_to_power_of_2=config.round_scales_to_power_of_2,
+    )
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -22,7 +22,7 @@ from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.catalog.devices import DeviceSpec, Precision, lookup_device
 from torchtitan_lite.config import MetricsConfig
 
-_GPU_SECONDS, _CPU_SECONDS = 0.25, 0.1
+_GPU_SECONDS, _CPU_SECONDS = 0.25, 0.05
 _GPU_MATMULS = (8192, 10)
 _CPU_MATMULS = {"bf16": (384, 1), "fp32": (256, 1)}
 """Size of the matmuls to measure, of about a millisecond each, and how many are timed together."""

@@ -157,13 +157,16 @@ class MetricsProcessor:
         of multiples of log_freq, and of this process's first step, which includes warm-up."""
         # The copy is queued behind the step's work, and the event behind the copy.
         copy = torch.stack([*values.on_device().values()]).to("cpu", non_blocking=True)
-        ended = self.record_event()
+        ended, first = self.record_event(), self._last_ended is None
 
         spans = [*self._spans, ("step", self._began, ended)]
         self._last_ended = _EndedStep(time.time(), spans, values, copy, arrives=ended)
         self._pending.append(self._last_ended)
         self._began, self._spans = ended, []
-        return self._take_arrived()
+        logged = self._take_arrived()
+        if first:  # a writer that opens at the first record delays no step
+            self._began = self.record_event()
+        return logged
 
     def settle(self) -> None:
         """Wait for the device, and put all records on disk, with one of the last step."""

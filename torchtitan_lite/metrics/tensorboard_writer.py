@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,26 @@ CAST_CHARTS = {"sqnr_db": "SQNR of {role}s (dB)", "underflow": "Share of {role}s
 
 
 class TensorBoardWriter(Writer):
-    """A run's TensorBoard folder. An unknown figure leaves no point."""
+    """A run's TensorBoard folder, opened by its first point. An unknown figure leaves no point."""
 
     spare = "TensorBoard"
 
     def __init__(self, run: WrittenRun, *, folder: Path) -> None:
-        """Open `folder`, and write the config and the pages."""
-        from torch.utils.tensorboard import SummaryWriter  # slow, and only for ranks that write
+        self._run, self._folder = run, folder
+        self._described: set[str] = set()
+
+    @cached_property
+    def _curves(self) -> Any:
+        """The open folder, with the config and the pages."""
+        from torch.utils.tensorboard import SummaryWriter  # slow: the first step does not wait
 
         # An earlier process may have trained past the step: TensorBoard drops those points.
-        self._curves: Any = SummaryWriter(str(folder), purge_step=run.resume_step + 1)
-        self._hparams = dict(run.hparams)
-        self._described: set[str] = set()
-        self._curves.add_custom_scalars(_layout(numerics=run.has_numerics))
-        self._curves.add_text("config", f"```toml\n{run.config_toml}\n```", run.resume_step)
-        self.flush()
+        run = self._run
+        curves: Any = SummaryWriter(str(self._folder), purge_step=run.resume_step + 1)
+        curves.add_custom_scalars(_layout(numerics=run.has_numerics))
+        curves.add_text("config", f"```toml\n{run.config_toml}\n```", run.resume_step)
+        curves.flush()
+        return curves
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import DATA_CLASS_SCALAR, Summary
@@ -74,7 +80,7 @@ class TensorBoardWriter(Writer):
             # SummaryWriter.add_hparams would write a second file, whose place among the others by
             # its name may be before this one, which then drops its points.
             outcome = {f"z_final/{name}": value for name, value in summary.outcome().items()}
-            for part in hparams(self._hparams, outcome):
+            for part in hparams(dict(self._run.hparams), outcome):
                 self._curves.file_writer.add_summary(part)
             for tag, value in outcome.items():
                 self._curves.add_scalar(tag, value, summary.last.step)

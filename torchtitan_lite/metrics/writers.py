@@ -36,12 +36,9 @@ def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
     # Curves, of each rank in a folder of its own or of rank 0 alone. A run continues without those
     # whose files cannot be opened.
     own = f"rank_{run.rank}" if metrics.save_for_all_ranks else ""
-    try:
-        if metrics.enable_tensorboard:
-            folder = run.folder / metrics.save_tb_folder / own
-            writers.append(TensorBoardWriter(run, folder=folder))
-    except OSError as error:
-        warn_left_out(TensorBoardWriter.spare, error)
+    if metrics.enable_tensorboard:
+        folder = run.folder / metrics.save_tb_folder / own
+        writers.append(TensorBoardWriter(run, folder=folder))
     try:
         if metrics.enable_wandb:
             writers.append(WandbWriter(run, own=own))

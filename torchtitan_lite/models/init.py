@@ -113,7 +113,7 @@ def init_weights(
     for name, param in model.named_parameters():
         name = name.replace("_checkpoint_wrapped_module.", "")
         if param.ndim == 1:
-            param.fill_(1.0)  # the weight of an RMSNorm
+            local_part(param).fill_(1.0)  # the weight of an RMSNorm
         else:
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             key = _signed(int.from_bytes(digest[:8], "little"))

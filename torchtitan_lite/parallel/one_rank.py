@@ -140,7 +140,7 @@ class WeightCopies:
         would gather them in float8, else from the compute type. If they have one scale each, one
         all-reduce finds the largest magnitudes of all."""
         scales: Iterable[Any] = itertools.repeat(None, len(masters))
-        if linears and has_one_scale(config := linears[0].config):
+        if linears and has_one_scale(linears[0]):
             from torchao.float8.float8_utils import amax_to_scale  # slow to import
 
             largest = torch.stack(torch._foreach_norm(list(map(local_part, masters)), math.inf))
@@ -148,6 +148,7 @@ class WeightCopies:
                 dist.all_reduce(largest, dist.ReduceOp.MAX, group=split.device_mesh.get_group())
             if not self._gathered:  # rounding is monotonic
                 largest = largest.to(self._dtype)
+            config = linears[0].config
             dtype = config.cast_config_weight.target_dtype
             each = amax_to_scale(largest, dtype, config.round_scales_to_power_of_2)
             # Compiled code copies what does not begin at a multiple of 16 bytes.

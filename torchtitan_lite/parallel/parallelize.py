@@ -1,23 +1,21 @@
 """The order in which a model is made parallel, and the set-up of the compiler."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite import patches
-from torchtitan_lite.base.torchao_types import (
-    has_one_scale,
-    is_float8_linear,
-    is_gathered_in_float8,
-)
+from torchtitan_lite.base.torchao_types import has_one_scale, is_gathered_in_float8
 from torchtitan_lite.config import (
     ActivationCheckpointConfig,
     CompileConfig,
     ParallelismConfig,
     TrainingConfig,
 )
+from torchtitan_lite.float8.convert import is_float8
 from torchtitan_lite.models.init import local_part
 from torchtitan_lite.models.llama3 import Transformer
 
@@ -124,12 +122,12 @@ def cast_weights_once(
     embedding reads, nor what FSDP gathers in float8."""
 
     def is_cast_once(linear: nn.Module) -> bool:
-        if not is_float8_linear(linear) or (model.args.tie_embeddings and linear is model.output):
+        if not is_float8(linear) or (model.args.tie_embeddings and linear is model.output):
             return False
         gathered = is_gathered_in_float8(local_part(linear.weight))
-        return (microbatches > 1 or has_one_scale(linear.config)) and (alone or not gathered)
+        return (microbatches > 1 or has_one_scale(linear)) and (alone or not gathered)
 
-    linears = list(filter(is_cast_once, model.modules()))
+    linears: list[Any] = list(filter(is_cast_once, model.modules()))
     if not linears:
         return
 

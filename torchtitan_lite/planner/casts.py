@@ -74,7 +74,13 @@ COMPILED = {
         weight_before=Traffic(5, 3, kernels=4),
         weight_when_cast=(Traffic(kernels=1), Traffic(1, kernels=0.1)),
     ),
-    "mxfp8": Casts((_MX, _MX), (_MX, _MX), Traffic(6, kernels=4)),
+    "mxfp8": Casts(
+        input=(_MX, _MX),
+        weight=(_MX, _MX),
+        grad_output=Traffic(6, kernels=4),
+        weight_before=Traffic(6, kernels=2),
+        weight_when_cast=(Traffic(kernels=1), Traffic(kernels=1)),
+    ),
 }
 EAGER = {
     "tensorwise": Casts(
@@ -82,5 +88,11 @@ EAGER = {
     ),
     "rowwise": Casts((_ROW, _ROW), (_ROW, _ROW), Traffic(66, kernels=28), Traffic(66, kernels=28)),
     "rowwise_with_gw_hp": Casts((_ROW, Traffic()), (_ROW, _TENSOR), _ROW, Traffic(66, kernels=25)),
-    "mxfp8": Casts((_MX_EAGER, _MX_EAGER), (_MX_EAGER, _MX_EAGER), Traffic(6, kernels=6)),
+    "mxfp8": Casts(
+        (_MX_EAGER, _MX_EAGER),
+        (_MX_EAGER, _MX_EAGER),
+        Traffic(6, kernels=6),
+        Traffic(6, kernels=2),
+        (Traffic(kernels=2), Traffic(kernels=2)),
+    ),
 }

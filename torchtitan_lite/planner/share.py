@@ -68,8 +68,7 @@ class Share:
         self.stays = self.without_fsdp or reshard == "never"
         recipe, all_gather = config.float8.recipe, config.float8.enable_fsdp_float8_all_gather
         several = self.microbatches > 1 or recipe.gathers_float8
-        cast = self.stays and several and recipe.kind == "float8"
-        self.casts_once = cast and (self.without_fsdp or not all_gather)
+        self.casts_once = self.stays and several and (self.without_fsdp or not all_gather)
 
         # Bytes of an element of a gathered weight, and of a block: as it is gathered, with one for
         # each float8, and as it is kept, with two if both matmuls have a cast of their own. Without
