@@ -39,7 +39,8 @@ def linear_of(recipe: str) -> Any:
 
 
 def cast_of(linear: Any) -> Any:
-    return WeightCaster().of(linear, linear.weight)
+    (cast,) = WeightCaster().of([linear], [linear.weight], [None], torch.bfloat16)
+    return cast
 
 
 def run(linear: Any, weight: Tensor, *, recomputes: bool = False) -> list[Tensor]:

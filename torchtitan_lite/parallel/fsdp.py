@@ -85,7 +85,7 @@ def apply_fsdp(
 def _cast_weight(linear: Any, weight: Tensor, held: Any) -> tuple[Any, list[Tensor]]:
     """Return the gathered `weight` of `linear` in float8, in `held` if that is not None, and the
     data of its casts."""
-    cast = linear.weight_caster.of(linear, weight)
+    (cast,) = linear.weight_caster.of([linear], [weight], [None], weight.dtype)
     if held is None:
         return cast, data_of(cast)
     refill(held, cast)

@@ -136,9 +136,9 @@ class WeightCopies:
 
     @torch.no_grad()
     def _casts(self, linears: Sequence[Any], masters: Sequence[Tensor]) -> Iterator[Any]:
-        """Cast the masters [N, K] of `linears` to float8, one after the other: as they are if FSDP
-        would gather them in float8, else from the compute type. If they have one scale each, one
-        all-reduce finds the largest magnitudes of all."""
+        """Cast the masters [N, K] of `linears` to float8, a block after the other: as they are if
+        FSDP would gather them in float8, else from the compute type. If they have one scale each,
+        one all-reduce finds the largest magnitudes of all."""
         scales: Iterable[Any] = itertools.repeat(None, len(masters))
         if linears and has_one_scale(linears[0]):
             from torchao.float8.float8_utils import amax_to_scale  # slow to import
@@ -153,11 +153,14 @@ class WeightCopies:
             each = amax_to_scale(largest, dtype, config.round_scales_to_power_of_2)
             # Compiled code copies what does not begin at a multiple of 16 bytes.
             scales = each[:, None].repeat(1, 4)[:, 0]
-        for linear, master, scale in zip(linears, masters, scales, strict=True):
-            weight = master if self._gathered else master.to(self._dtype)
-            if scale is not None:
-                weight = local_part(weight)
-            yield linear.weight_caster.of(linear, weight, scale, self._dtype)
+        casts = zip(linears, masters, scales, strict=True)
+        for caster, block in itertools.groupby(casts, lambda cast: cast[0].weight_caster):
+            of_linears, weights, known = zip(*block, strict=True)
+            if not self._gathered:
+                weights = tuple(weight.to(self._dtype) for weight in weights)
+            if known[0] is not None:
+                weights = tuple(map(local_part, weights))
+            yield from caster.of(of_linears, weights, known, self._dtype)
 
     def _free_in_last(self, weight: "_Weight", *_: object) -> None:
         if self.last_microbatch:

@@ -127,17 +127,17 @@ def cast_weights_once(
         gathered = is_gathered_in_float8(local_part(linear.weight))
         return (microbatches > 1 or has_one_scale(linear)) and (alone or not gathered)
 
-    linears: list[Any] = list(filter(is_cast_once, model.modules()))
-    if not linears:
-        return
+    for part in filter(None, (*model.layers.values(), model.output)):
+        linears: list[Any] = list(filter(is_cast_once, part.modules()))
+        if not linears:
+            continue
+        from torchtitan_lite.float8.weights import WeightCaster  # imports torchao
 
-    from torchtitan_lite.float8.weights import WeightCaster  # imports torchao
-
-    cast = WeightCaster()
-    if compile.covers("model"):
-        cast.compile(fullgraph=True, dynamic=False, backend=compile.backend)
-    for linear in linears:
-        linear.weight_caster = cast
+        cast = WeightCaster()
+        if compile.covers("model"):
+            cast.compile(fullgraph=True, dynamic=False, backend=compile.backend)
+        for linear in linears:
+            linear.weight_caster = cast
 
 
 def compile_blocks(model: Transformer, *, backend: str = "inductor") -> None:
