@@ -12,8 +12,7 @@ class MXFP8Linear(nn.Linear):
     """A linear with the weight [N, K] of another, trained in MXFP8 (OCP Microscaling Formats 1.0).
 
     e4m3 numbers share a power-of-two scale per 32 elements of the dimension that a matmul sums
-    over. Both operands of all three matmuls are cast, the scale rounded up, so nothing saturates.
-    """
+    over. Scales are rounded up, so nothing saturates."""
 
     def __init__(
         self,
