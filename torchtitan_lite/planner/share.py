@@ -70,18 +70,17 @@ class Share:
         several = self.microbatches > 1 or recipe.gathers_float8
         self.casts_once = self.stays and several and (self.without_fsdp or not all_gather)
 
-        # Bytes of an element of a gathered weight, and of a block: as it is gathered, with one for
-        # each float8, and as it is kept, with two if both matmuls have a cast of their own. Without
+        # Bytes of an element of a gathered weight, and of a block, as it is gathered and as it is
+        # kept: float8 has one for each of a weight's casts, two if each matmul has its own. Without
         # FSDP masters can have the compute type: nothing else is gathered.
         is_master = self.without_fsdp and self.width == self.weight_width
         self.gathered_width = 0 if is_master else self.width
         in_float8 = sum(sizes[name] for name in self.float8_linears) // self.tp
+        uncast, casts = self.gathered_width * self.block, 1 if recipe.gathers_float8 else 2
+        cast = uncast + (casts - self.gathered_width) * in_float8
         self.in_float8 = in_float8 if all_gather else 0
-        self.gathered_block = self.gathered_width * (self.block - self.in_float8) + self.in_float8
-        self.kept_block = self.gathered_block
-        if self.casts_once and not all_gather:
-            casts = 1 if recipe.gathers_float8 else 2
-            self.kept_block += (casts - self.gathered_width) * in_float8
+        self.gathered_block = cast if all_gather else uncast
+        self.kept_block = cast if all_gather or self.casts_once else uncast
 
         # How often a step reduces all gradients.
         self.schedule = config.parallelism.pipeline_parallel_schedule
