@@ -61,7 +61,9 @@ class TensorBoardWriter(Writer):
                     metadata = points.value[-1].metadata
                     metadata.plugin_data.plugin_name = "scalars"
                     metadata.data_class = DATA_CLASS_SCALAR
-                    metadata.summary_description = _describe(name)
+                    figure = FIGURES[name.partition("/")[0]]
+                    unit = f" ({figure.unit})" if figure.unit else ""
+                    metadata.summary_description = f"{figure.meaning}{unit}"
         self._curves.file_writer.add_summary(points, step)
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -97,12 +99,6 @@ def _tags(name: str) -> list[str]:
     if "(" in tag:
         return [tag, f"z_pages/{name}"]
     return [tag + slash + suffix] if tag else []
-
-
-def _describe(name: str) -> str:
-    """Return the meaning and the unit of a figure."""
-    figure = FIGURES[name.partition("/")[0]]
-    return f"{figure.meaning} ({figure.unit})" if figure.unit else figure.meaning
 
 
 def _layout(*, numerics: bool) -> dict[str, dict[str, list[Any]]]:
