@@ -3,7 +3,7 @@
 from dataclasses import fields, replace
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import read_json_object
@@ -18,10 +18,8 @@ FRACTIONS, SECONDS, SLOWDOWNS = (0.001, 1.1), (0.0, 0.1), (0.5, 10.0)
 """Bounds of plausible values; the lower ones are exclusive."""
 
 
-class Results(BaseModel):
+class Results(BaseModel, strict=True):
     """What a plan reads of a results file."""
-
-    model_config = ConfigDict(strict=True)
 
     date: str
     device: str  # torch's name of the GPU
