@@ -212,7 +212,8 @@ def test_cost_and_gpu_hours(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 s for 8 sequences of 8,192 tokens on 8 devices: 4,096 tokens/s on each."""
     step = StepTime({"linears": 1.5}, {"FSDP": 0.5}, 0.0)
     monkeypatch.setattr(Workload, "time", lambda self, device: step)
-    monkeypatch.setattr(Workload, "rate_range", (0.5, 1.25))
+    for name in ("RATE_RANGE", "SPLIT_RATE_RANGE"):
+        monkeypatch.setattr(f"torchtitan_lite.planner.plan.{name}", (0.5, 1.25))
     layout = search("llama3_8b", *NARROW, "--gpu-hour", "2.5")["layouts"][0]
     assert layout["tps"] == 4096
     assert layout["tps_range"] == [2048, 5120]

@@ -20,7 +20,7 @@ from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
 from torchtitan_lite.training.model import MetaModel, build_meta_model
 
 from .auto import resolve_auto
-from .constants import CONTEXT_GIB, USABLE_MEMORY
+from .constants import CONTEXT_GIB, RATE_RANGE, SPLIT_RATE_RANGE, USABLE_MEMORY
 from .share import state_widths
 from .workload import Workload, build_workload, predict_gain
 
@@ -138,11 +138,9 @@ def make_plan(
         )
         in_float8 = build_workload(turned_on, device=device)
 
-    request, schedule = (
-        plan_request(work, device),
-        plan_schedule(work, device, tps=tps, gpu_hour=gpu_hour),
-    )
+    request = plan_request(work, device)
     request["float8_recipe"] = float8.recipe_name if on else None  # even if no linear gains
+    schedule = plan_schedule(work, device, tps=tps, gpu_hour=gpu_hour)
     schedule |= _plan_rates(schedule["tps"], meta.ledger, device)
     if tps is not None and (mfu := schedule["mfu"]) > 100:
         raise ConfigError(
@@ -198,7 +196,9 @@ def plan_schedule(
     origin, tps_range = "given", None
     if tps is None:
         origin, tps = "predicted", tokens_per_step / world_size / work.time(device).step_s
-        tps_range = [tps * each for each in work.rate_range]
+        in_stages = work.job.degrees.cp * work.job.degrees.pp > 1
+        errors = SPLIT_RATE_RANGE if in_stages else RATE_RANGE  # of published runs of its kind
+        tps_range = [tps * each for each in errors]
 
     # Hours of this run and of 10^12 tokens, on all devices.
     run_tokens = training.steps * tokens_per_step

@@ -10,7 +10,7 @@ from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.training.model import choose_linears, find_recomputed
 
-from .constants import RATE_RANGE, SPEEDUP_RANGE, SPLIT_RATE_RANGE, rates_of
+from .constants import SPEEDUP_RANGE, rates_of
 from .memory import RESERVED_RATIO, RESERVED_RATIO_WITHOUT_FSDP, Moment, step_memory
 from .roofline import Roofline
 from .share import Share, without_fsdp
@@ -51,12 +51,6 @@ class Workload:
         """Memory that a GPU reserves in a step, in GiB."""
         ratio = RESERVED_RATIO_WITHOUT_FSDP if without_fsdp(self.job) else RESERVED_RATIO
         return ratio * self.peak.total / 2**30
-
-    @property
-    def rate_range(self) -> tuple[float, float]:
-        """The range of a run's rate over the predicted one, by published runs of its kind."""
-        degrees = self.job.degrees
-        return SPLIT_RATE_RANGE if degrees.cp * degrees.pp > 1 else RATE_RANGE
 
 
 def build_workload(
