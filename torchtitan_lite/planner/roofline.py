@@ -77,9 +77,7 @@ class Roofline:
         """Whether weights are in float8 before a microbatch, and the part of the casts before a
         step that it pays for: 0 if FSDP gathers them in float8, after casts of shards."""
         share = Share(self.job, ())
-        if share.casts_once:
-            return True, 1 / share.microbatches
-        return self.job.config.float8.enable_fsdp_float8_all_gather, 0.0
+        return share.casts_before, 1 / share.microbatches if share.casts_once else 0.0
 
     # ----- Kernels and collectives -----
 

@@ -62,13 +62,14 @@ class Share:
         self.weights = self.blocks * self.block + self.embedding + self.output
 
         # Whether weights stay gathered from the forward to the backward pass, and are then cast to
-        # float8 once for all microbatches.
+        # float8 once for all microbatches; and whether they are cast before a microbatch at all.
         self.without_fsdp, self.pipelined = without_fsdp(job), job.degrees.pp > 1
         reshard = resharding(config.parallelism, pipelined=self.pipelined)
         self.stays = self.without_fsdp or reshard == "never"
         recipe, all_gather = config.float8.recipe, config.float8.enable_fsdp_float8_all_gather
         several = self.microbatches > 1 or recipe.gathers_float8
         self.casts_once = self.stays and several and (self.without_fsdp or not all_gather)
+        self.casts_before = self.casts_once or all_gather
 
         # Bytes of an element of a gathered weight, and of a block, as it is gathered and as it is
         # kept: float8 has one for each of a weight's casts, two if each matmul has its own. Without
@@ -80,7 +81,7 @@ class Share:
         cast = uncast + (casts - self.gathered_width) * in_float8
         self.in_float8 = in_float8 if all_gather else 0
         self.gathered_block = cast if all_gather else uncast
-        self.kept_block = cast if all_gather or self.casts_once else uncast
+        self.kept_block = cast if self.casts_before else uncast
 
         # How often a step reduces all gradients.
         self.schedule = config.parallelism.pipeline_parallel_schedule
