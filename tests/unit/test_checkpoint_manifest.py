@@ -31,7 +31,7 @@ from torchtitan_lite.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from torchtitan_lite.checkpoint.table import format_checkpoints
+from torchtitan_lite.cli.checkpoint import format_checkpoints
 
 SHARD, EMPTY_SHARD, RANDOM = "__0_0.distcp", "__1_0.distcp", "rank-00000.json"
 FILES = {".metadata": b"table", SHARD: b"a" * 9000, EMPTY_SHARD: b"", RANDOM: b"{}"}

@@ -8,7 +8,7 @@ from sample_checkpoints import write_checkpoint
 from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.checkpoint.folders import find_checkpoints, naming, step_folder
 from torchtitan_lite.checkpoint.manifest import read_manifest
-from torchtitan_lite.checkpoint.table import format_checkpoints
+from torchtitan_lite.cli.checkpoint import format_checkpoints
 
 
 @pytest.fixture

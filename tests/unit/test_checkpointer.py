@@ -21,7 +21,7 @@ from torchtitan_lite.checkpoint.folders import step_folder, steps_with_manifest
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, FileEntry, TrainingProgress
 from torchtitan_lite.checkpoint.reading import SafeReader, open_checkpoint
 from torchtitan_lite.checkpoint.resume import Resume, find_resume, verify
-from torchtitan_lite.checkpoint.table import format_checkpoints
+from torchtitan_lite.cli.checkpoint import format_checkpoints
 from torchtitan_lite.config import CheckpointConfig
 
 CPU = torch.device("cpu")

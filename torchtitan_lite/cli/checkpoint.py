@@ -11,11 +11,15 @@ Exit codes: 1 if two checkpoints differ, 4 if one is broken or missing, 7 if the
 """
 
 import argparse
+import time
 from pathlib import Path
 
-from torchtitan_lite.checkpoint.folders import find_checkpoints
-from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint
-from torchtitan_lite.checkpoint.table import format_checkpoints
+from torchtitan_lite.base.jsonfile import parse_toml
+from torchtitan_lite.base.tables import format_columns
+from torchtitan_lite.checkpoint.folders import find_checkpoints, find_problems
+from torchtitan_lite.checkpoint.manifest import MANIFEST, BrokenCheckpoint, read_manifest
+
+COLUMNS = ["step", "tokens", "written", "GiB", "ranks", "mesh", "float8", "state"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,3 +61,33 @@ def run(args: argparse.Namespace) -> int:
             state, code = str(broken), broken.exit_code
         print(f"{path}: {state}")
     return code
+
+
+def format_checkpoints(paths: list[Path]) -> str:
+    """Return a table with one line for each checkpoint."""
+    return format_columns([COLUMNS, *map(format_row, paths)])
+
+
+def format_row(path: Path) -> list[str]:
+    """Return the cells of a checkpoint."""
+    try:
+        manifest = read_manifest(path)
+    except BrokenCheckpoint as broken:
+        step = path.name.removeprefix("step-").lstrip("0")
+        return [step, *6 * ["-"], f"broken: {broken}"]
+
+    size = sum(entry.size for entry in manifest.files.values())
+    degrees = (f"{name}={degree}" for name, degree in manifest.mesh.items() if degree > 1)
+    float8 = parse_toml(manifest.config.encode()).get("float8", {})
+    sound = "ok, weights only" if manifest.has_weights_only else "ok"
+    problems = find_problems(path, hashes=False)
+    return [
+        str(manifest.progress.step),
+        str(manifest.progress.tokens),
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / MANIFEST).stat().st_mtime)),
+        f"{size / 2**30:.3f}",
+        str(manifest.world_size),
+        " ".join(degrees) or "-",
+        str(float8.get("recipe_name")) if float8.get("enable_float8_linear") else "no",
+        f"broken: {problems[0]}" if problems else sound,
+    ]
