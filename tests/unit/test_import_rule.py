@@ -181,7 +181,7 @@ runpy.run_module("torchtitan_lite.train", run_name="__main__")
 heavy = {"torchao", "torch._inductor.compile_fx", "torch._functorch.partitioners", "networkx",
          "tensorboard", "wandb", "safetensors"}
 heavy |= {f"torchtitan_lite.data.{name}" for name in ("store_writer", "sources", "rows",
-          "hf_dataset", "normalizer")}
+          "normalizer")}
 heavy |= {f"torchtitan_lite.{name}" for name in ("training.profiling", "training.samples",
           "models.generate", "parallel.pipeline", "training.bfloat16_adamw", "float8.numerics",
           "float8.graph_passes", "metrics.stage_times", "parallel.context_parallel",

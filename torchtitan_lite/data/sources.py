@@ -15,9 +15,18 @@ from typing import Any
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.datasets import DATASETS, HF_PREFIX, NamedDataset
+from torchtitan_lite.config import expand_user
 
-from .hf_dataset import open_hf_dataset
-from .rows import COMPRESSED, Row, grouped, read_jsonl, read_text, reading
+from .rows import (
+    COMPRESSED,
+    Row,
+    build_row,
+    check_string,
+    grouped,
+    read_jsonl,
+    read_text,
+    reading,
+)
 from .token_store import tokens_file
 
 TEXT_KINDS = dict.fromkeys((".txt", ".md", ".rst", ".py"), read_text)
@@ -69,8 +78,7 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
     """Open a file, the files of READERS in a folder and its sub-folders, or a Hugging Face dataset.
     Raises DataError if there is nothing to read."""
     if dataset.path.startswith(HF_PREFIX):
-        chunks, fingerprint = open_hf_dataset(dataset)
-        return Source(dataset.path, lambda: chunks, lambda: fingerprint)
+        return open_hf_dataset(dataset)
 
     root = Path(dataset.path)
     with reading(root, OSError):
@@ -162,3 +170,33 @@ def _read_files(paths: list[Path], dataset: NamedDataset) -> Iterator[Row]:
         name = path.name.lower()
         reader = next(reader for ending, reader in READERS.items() if name.endswith(ending))
         yield from reader(path, dataset)
+
+
+def open_hf_dataset(dataset: NamedDataset) -> Source:
+    """Open a dataset on the hub, or a folder of data files, as a stream. A chunk is one of its
+    files. Raises DataError."""
+    try:
+        import datasets  # heavy, of the [hf] extra
+    except ImportError as error:
+        fix = 'pip install "torchtitan-lite[hf]"'
+        raise DataError(f"{dataset.path}: needs the package datasets; {fix}") from error
+
+    datasets.disable_progress_bars()  # they move the cursor
+    name, field = dataset.path.removeprefix(HF_PREFIX), dataset.text_field
+    with reading(dataset.path, Exception):  # a broken file can raise any
+        folder = Path(expand_user(name))
+        path = str(folder) if folder.exists() else name
+        builder = datasets.load_dataset_builder(path, dataset.hf_name)
+        stream = builder.as_streaming_dataset(split=dataset.hf_split).select_columns([field])
+        shards = [stream.shard(stream.num_shards, number) for number in range(stream.num_shards)]
+        inputs = f"{dataset.path}\n{builder.hash} {builder.config_id} {dataset.hf_split}\n{field}"
+    chunks = [partial(_read_shard, dataset, *each) for each in enumerate(shards, start=1)]
+    fingerprint = hashlib.sha256(inputs.encode()).hexdigest()
+    return Source(dataset.path, lambda: chunks, lambda: fingerprint)
+
+
+def _read_shard(dataset: NamedDataset, number: int, shard: Any) -> Iterator[Row]:
+    name, field = f"{dataset.path} part {number}", dataset.text_field
+    with reading(name, Exception):
+        for line, row in enumerate(shard, start=1):
+            yield build_row(f"{name}, line {line}", check_string, row[field], field)
