@@ -75,7 +75,7 @@ class FakeStore:
     def __init__(self, windows: int, *, first: int = 0, rest: int = 0) -> None:
         self.folder, self.fingerprint = Path("stores/fake"), f"{first:<064}"
         self.first, self.tokens = first, windows * SEQ_LEN + 1 + rest
-        self.documents = 3
+        self.manifest = f"3 documents, {self.tokens:,} tokens"  # as it is printed
         self.max_token_id = first + self.tokens - 1
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:

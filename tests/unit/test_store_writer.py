@@ -121,7 +121,7 @@ def test_a_store_holds_every_document(tmp_path, corpus, monkeypatch, chunk_bytes
     assert len(store.manifest.shards) == shards
     expected = [token for document in DOCUMENTS for token in document]
     assert tokens_of(store) == expected
-    assert (store.documents, store.max_token_id) == (60, max(expected))
+    assert (store.manifest.documents, store.max_token_id) == (60, max(expected))
     assert store.manifest.recipe.source == str(corpus)
     assert find_damage(store.folder, store.manifest, read=True) == []
     assert names(tmp_path) == LEFT
@@ -137,7 +137,7 @@ def test_a_limited_store_ends_with_the_document_that_reaches_its_tokens(
     whole = made(tmp_path / "store", corpus, max_tokens=max_tokens)
     store = TokenStore(tmp_path / "store")
     assert tokens_of(store) == expected
-    assert store.documents == 60 - len(left)
+    assert store.manifest.documents == 60 - len(left)
     assert find_damage(store.folder, store.manifest, read=True) == []
 
     # Neither other batches nor an interruption change it.

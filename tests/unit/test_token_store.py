@@ -67,7 +67,7 @@ def visible(folder: Path) -> list[str]:
 
 
 def test_what_a_store_is(store):
-    assert (store.tokens, store.documents, store.max_token_id) == (45, 5, 59)
+    assert (store.tokens, store.manifest.documents, store.max_token_id) == (45, 5, 59)
     assert store.dtype == np.dtype("<u2") and contents(store) == stream(DOCUMENTS)
     for start, count in ((44, 2), (-1, 1)):
         with pytest.raises(AssertionError, match=f"no {count} tokens at {start} of 45"):
@@ -318,7 +318,7 @@ def test_a_store_in_which_one_id_is_bos_and_eos_twice_is_read(corpus):
     assert contents(again) == contents(old)
 
     new = open_data("[training]", str(corpus), tokenizer=tokenizer, text_field="text")
-    assert new.documents == old.documents == contents(new).count(1) == 3
+    assert new.manifest.documents == old.manifest.documents == contents(new).count(1) == 3
     assert new.tokens == old.tokens - 3
 
 

@@ -61,17 +61,14 @@ def make(args: argparse.Namespace) -> None:
         args.store, source, tokenizer, skip_bad=args.skip_bad, max_tokens=args.max_tokens
     )
     if existed:
-        counts = f"{store.documents:,} documents, {store.tokens:,} tokens"
-        print(f"{args.store} is made already: {counts}")
+        print(f"{args.store} is made already: {store.manifest}")
 
 
 def verify(args: argparse.Namespace) -> None:
     """Check the store. Raises DataError if something is wrong."""
     if problems := find_damage(args.store, read_manifest(args.store), read=True):
         raise DataError("\n".join(problems))
-    store = TokenStore(args.store)
-    counts = f"{store.documents:,} documents, {store.tokens:,} tokens"
-    print(f"{args.store}: {counts}, every byte is as it was made")
+    print(f"{args.store}: {TokenStore(args.store).manifest}, every byte is as it was made")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -195,12 +195,10 @@ def log_data(batches: TrainingBatches, training: TrainingConfig) -> None:
     epochs = corpus.epochs(batches.samples(last_step))
     shares = corpus.mixture.shares / corpus.mixture.period
     for windows, share in zip(corpus.windows, shares, strict=True):
-        store = windows.store
         logger.info(
-            f"{windows.name}: {store.documents:,} documents, {store.tokens:,} tokens, {share:.2%} "
-            f"of the samples; an epoch is {windows.epoch_size:,} windows of {training.seq_len}, "
-            f"{windows.held_out:,} more are held out; {epochs[windows.name]:.4g} epochs up to step "
-            f"{last_step:,}"
+            f"{windows.name}: {windows.store.manifest}, {share:.2%} of the samples; an epoch is "
+            f"{windows.epoch_size:,} windows of {training.seq_len}, {windows.held_out:,} more are "
+            f"held out; {epochs[windows.name]:.4g} epochs up to step {last_step:,}"
         )
     if batches.left_over is not None:
         logger.info(

@@ -108,8 +108,8 @@ def make_store(
 
     store = TokenStore(folder)
     logger.info(
-        f"tokenized {source.name}: {store.documents:,} documents, {store.tokens:,} tokens, "
-        f"{store.manifest.skipped_rows} rows skipped, {folder}"
+        f"tokenized {source.name}: {store.manifest}, {store.manifest.skipped_rows} rows skipped, "
+        f"{folder}"
     )
     return store
 
@@ -159,8 +159,7 @@ class UnfinishedStore:
         for problem in find_damage(folder, done):
             raise DataError(f"{folder}: {problem}; remove the folder, to start again")
         self.manifest = replace(done, recipe=recipe)
-        counts = f"{done.documents:,} documents, {done.tokens:,} tokens"
-        logger.info(f"{folder}: going on after {counts}")
+        logger.info(f"{folder}: going on after {done}")
 
     def complete(self, source: Source, tokenizer: Tokenizer, max_tokens: int) -> None:
         """Write the shards of the remaining chunks, and turn all into a store. Removes them, and

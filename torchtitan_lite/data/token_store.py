@@ -87,6 +87,9 @@ class StoreManifest:
         """Number of documents in all shards."""
         return sum(shard.documents for shard in self.shards)
 
+    def __str__(self) -> str:
+        return f"{self.documents:,} documents, {self.tokens:,} tokens"
+
 
 _SCHEMA = TypeAdapter(StoreManifest)
 
@@ -154,7 +157,6 @@ class TokenStore:
         for problem in find_damage(folder, manifest):
             raise unusable(folder, problem)
 
-        self.documents = manifest.documents
         self.max_token_id = manifest.max_token_id
         self.fingerprint = manifest.fingerprint
         self.dtype = np.dtype(manifest.recipe.dtype)
