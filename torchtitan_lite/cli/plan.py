@@ -75,7 +75,6 @@ def run(options: argparse.Namespace) -> None:
     else:
         given = {"tps": options.tps, "gpu_hour": options.gpu_hour}
         plan = make_plan(config, world_size=world_size, device=device, **given)
-        plan["better"] = None
-        if options.tps is None:
-            plan["better"] = find_better(Beside(config, world_size, device), plan)
+        beside = Beside(config, world_size, device)
+        plan["better"] = find_better(beside, plan) if options.tps is None else None
         print_answer(options, plan, format_plan(plan, operators=options.operators))
