@@ -9,6 +9,7 @@ from torchtitan_lite.base.files import storage_fix
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.datasets import DATASETS, HF_PREFIX, NamedDataset
 from torchtitan_lite.config import TrainingConfig, ValidationConfig
+from torchtitan_lite.config.keys import changes
 
 from .dataloader import Corpus, TrainingBatches, count_windows
 from .mixture import Mixture
@@ -167,23 +168,21 @@ def check_same_data(
 ) -> None:
     """Compare the `Corpus.identity` of a resumed run with the one `before` it. Raises DataError for
     a difference, unless it is allowed; a new name is only logged."""
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    changed = changes(before, now, absent="none", text=str)
     if not changed:
         return
-    changes = "; ".join(
-        f"{key}: {before.get(key, 'none')} -> {now.get(key, 'none')}" for key in changed
-    )
 
     # The fingerprints of the same tokens are equal, wherever they lie.
-    is_same = all(key.endswith(" name") for key in changed)
+    is_same = all(change.partition(": ")[0].endswith(" name") for change in changed)
+    listed = "; ".join(changed)
     if allow_change or is_same:
         what = "the same tokens under another name" if is_same else "new data"
-        logger.info(f"{what} since step {step}; going on at sample {samples:,}: {changes}")
+        logger.info(f"{what} since step {step}; going on at sample {samples:,}: {listed}")
         return
 
     raise DataError(
         f"[training] allow_data_change = false, and the data is not what step {step} was trained "
-        f"on: {changes}. Undo that, or set it to true, to go on at sample {samples:,} of the new "
+        f"on: {listed}. Undo that, or set it to true, to go on at sample {samples:,} of the new "
         "order; windows newly held out may have been trained on, and validation data of its own "
         "holds none out: --validation.dataset_path FILE --validation.steps -1"
     )
