@@ -40,12 +40,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 
 def copy_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a copy of a state on the CPU. DCP's way copies DTensors twice."""
-    return {
-        name: DTensor(tensor._local_tensor.clone(), tensor._spec, requires_grad=False)
-        if isinstance(tensor, DTensor)
-        else tensor.clone()
-        for name, tensor in state.items()
-    }
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
