@@ -47,10 +47,8 @@ def build_corpora(
         path, dataset = validation.dataset_path, validation.dataset or training.dataset
         store = open_data("[validation]", path, training.text_field, tokenizer, dataset=dataset)
         other, validated = build_validation_corpus(training, validation, store, **own)
-        fingerprint = other.stores["validation"].fingerprint
-        held_out = [
-            validated if store.fingerprint == fingerprint else 0 for store in stores.values()
-        ]
+        twins = [each.fingerprint == store.fingerprint for each in stores.values()]
+        held_out = [validated if is_twin else 0 for is_twin in twins]
         if any(held_out) and own["seq_len"] != training.seq_len:
             raise DataError(
                 f"[validation] seq_len = {validation.seq_len}, but it is {training.seq_len} in "
