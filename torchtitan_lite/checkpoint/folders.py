@@ -71,8 +71,7 @@ def find_problems(path: Path, *, hashes: bool) -> list[str]:
 
 
 def start_draft(folder: Path, step: int) -> Path:
-    """Create an empty folder for the checkpoint of `step`, after deleting all earlier drafts.
-    Raises StorageError."""
+    """Delete all drafts, and create an empty one for `step`. Raises StorageError."""
     remove_drafts(folder)
     draft = draft_folder(folder, step)
     with storage_errors(folder):

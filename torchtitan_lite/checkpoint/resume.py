@@ -91,8 +91,7 @@ def _find_own(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
 
 
 def _leaves_out_moments(checkpoint: CheckpointConfig, manifest: CheckpointManifest) -> bool:
-    """Return whether to leave out the moments of the run's own checkpoint: once, as a restart takes
-    its own."""
+    """Return whether to leave out the moments of the run's own checkpoint: only the first time."""
     if not checkpoint.exclude_from_loading:
         return False
     saved = parse_toml(manifest.config.encode()).get("checkpoint", {})

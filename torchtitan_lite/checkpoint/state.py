@@ -18,7 +18,6 @@ from torchtitan_lite.models.init import all_finite
 from .manifest import TensorEntry
 
 PREFIX = "model."
-"""Prefix of the names of weights."""
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -87,8 +86,7 @@ def entries(state: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
 def stage_entries(
     state: Mapping[str, Tensor], *, stages: dist.ProcessGroup | None
 ) -> dict[str, TensorEntry]:
-    """Return the entries of all tensors on the ranks of `stages`, which share the model.
-    Collective."""
+    """Return the entries of all ranks of `stages`, which share the model. Collective."""
     merged: dict[str, TensorEntry] = {}
     for of_rank in on_all_ranks(lambda: entries(state), group=stages):
         merged |= of_rank

@@ -17,8 +17,7 @@ OTHER_GROWTH = 11
 
 
 def find_growth(step: dict[str, Any]) -> int:
-    """Return how many bytes a step of a normalizer or a decoder makes at most of one byte. `step`
-    is its description in a tokenizer.json."""
+    """Return how many bytes a step of a normalizer or decoder makes of one at most."""
     kind = step["type"]
     if kind == "Sequence":
         return math.prod(map(find_growth, step.get("normalizers") or step.get("decoders") or []))

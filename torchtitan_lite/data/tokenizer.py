@@ -195,8 +195,7 @@ def read_tiktoken(content: bytes) -> Vocabulary:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a text where it exceeds MAX_TEXT, or a run in it MAX_RUN: longer ones overflow tiktoken's
-    stack."""
+    """Cut a text at MAX_TEXT, a run at MAX_RUN: longer ones overflow tiktoken's stack."""
     for start in range(0, len(text), MAX_TEXT):
         part = text[start : start + MAX_TEXT]
         cuts = [0]
