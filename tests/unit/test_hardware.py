@@ -142,8 +142,8 @@ def test_rank_threads_are_at_most_a_share_of_the_cores(
 
 
 def test_measure_peak_takes_the_best_of_many_matmuls_on_a_cpu(monkeypatch):
-    # One matmul takes 2 ms, all others, which another process interrupts, 30 ms.
-    seconds = itertools.chain([0.03] * 3, [0.002], itertools.repeat(0.03))
+    # One matmul takes 2 ms, all others, which another process interrupts, 20 ms.
+    seconds = itertools.chain([0.02] * 2, [0.002], itertools.repeat(0.02))
     pauses = itertools.chain.from_iterable((0.0, s) for s in seconds)
     now = itertools.accumulate(pauses)
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(now))
