@@ -33,7 +33,7 @@ def torchrun(
 def finish(*arguments: str, processes: int) -> str:
     """Return the output of a torchrun that must succeed."""
     result = torchrun(*arguments, processes=processes)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-20_000:]
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-80_000:]
     return result.stdout
 
 
