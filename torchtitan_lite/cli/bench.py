@@ -17,6 +17,7 @@ from .parser import Parser
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the options, and every key of the config."""
     parser.add_keys()
     names = f"rows to run, in this order (default: all): {', '.join(ROWS)}"
     parser.add_argument("rows", nargs="*", metavar="ROW", help=names)
@@ -26,6 +27,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the rows, print their table, and return the exit code. Raises RunError."""
     names = list(dict.fromkeys(args.rows)) or list(ROWS)
     if unknown := [name for name in names if name not in ROWS]:
         raise ConfigError(f"{unknown[0]} is not a row; the rows are {', '.join(ROWS)}.")

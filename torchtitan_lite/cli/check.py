@@ -16,6 +16,7 @@ from .parser import Parser, device_count
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the options, and every key of the config."""
     parser.add_keys()
     text = "config of the run; --job.config_file FILE does the same"
     parser.add_argument("file", nargs="?", metavar="FILE", help=text)
@@ -24,6 +25,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print the layout and the batch. Raises ConfigError."""
     named = ["--job.config_file", args.file] if args.file else []
     words = [word.replace("-", "_").partition("=")[0] for word in args.overrides]
     if named and "__job.config_file" in words:

@@ -23,6 +23,7 @@ COLUMNS = ["step", "tokens", "written", "GiB", "ranks", "mesh", "float8", "state
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ls, verify and diff."""
     commands = parser.add_subparsers(dest="command", required=True)
     ls = commands.add_parser("ls", help="list the checkpoints of a run")
     ls.add_argument("folder", type=Path, help="run folder, or its folder of checkpoints")
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the chosen command and return the exit code."""
     if args.command == "ls":
         print(format_checkpoints(find_checkpoints(args.folder)))
         return 0

@@ -16,10 +16,12 @@ from .parser import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     parser.add_argument("runs", type=Path, nargs="*", help="run folder, or its metrics.jsonl")
     text = f"number of steps that a final loss is the mean of (default: {FINAL_STEPS})"
     parser.add_argument("--last", type=number, default=FINAL_STEPS, metavar="N", help=text)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print the table. Raises ConfigError."""
     print(format_comparison(read_runs(args.runs), last=args.last))

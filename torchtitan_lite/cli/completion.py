@@ -21,10 +21,12 @@ SHELLS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Take the shell."""
     parser.add_argument("shell", choices=list(SHELLS), help="shell that reads the script")
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print the script."""
     import shtab  # only this command needs it
 
     whole = Parser(prog=PROGRAM)

@@ -13,6 +13,7 @@ from torchtitan_lite.checkpoint.folders import find_checkpoints
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add export."""
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face model")
     export.add_argument("run", type=Path, metavar="RUN", help="run folder, or a step's folder")
@@ -23,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Export a checkpoint."""
     from torchtitan_lite.checkpoint.hf_export import export_hf  # torch takes seconds to import
 
     export_hf(find_checkpoints(args.run)[-1], args.out, dtype=args.dtype)

@@ -25,6 +25,7 @@ from .parser import number, path_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add make and verify."""
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("make", help="tokenize text into a store")
     text = "text files, hf:NAME or a dataset: see data --help"
@@ -72,6 +73,7 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run the chosen command. Raises RunError."""
     try:
         {"make": make, "verify": verify}[args.command](args)
     except OSError as error:

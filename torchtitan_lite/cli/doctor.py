@@ -11,11 +11,13 @@ from torchtitan_lite.base.logger import logger
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the option."""
     text = "where runs would be written (default: the working directory)"
     parser.add_argument("--folder", type=Path, default=Path(), help=text)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print what each check saw, and return the exit code."""
     try:
         from torchtitan_lite.tools.doctor import NEEDED, build_checks, run_check  # torch: seconds
     except Exception as error:  # a broken torch can raise anything

@@ -16,6 +16,7 @@ from .parser import Parser, path_text, print_answer
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the options, and every key of the config."""
     parser.add_keys()
     parser.add_argument("source", type=Path, metavar="SOURCE", help="where the weights are")
     text = "text or token store to evaluate on, whole"
@@ -24,6 +25,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Evaluate and print. Raises RunError."""
     from torchtitan_lite.tools.evaluate import evaluate  # torch takes seconds to import
 
     logger.setLevel("WARNING")  # what a run logs at its start is about training

@@ -18,6 +18,7 @@ from .parser import Parser, number, path_text, print_answer
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the options."""
     option, real = parser.add_argument, partial(number, kind=float)
     count, seed = partial(number, least=0), partial(number, least=0, most=2**63 - 1)
     option("source", type=Path, metavar="SOURCE", help="where the weights are")
@@ -42,6 +43,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Generate and print. Raises RunError."""
     import torch  # takes seconds
 
     from torchtitan_lite.models.generate import Sampling, continue_prompts

@@ -22,11 +22,13 @@ Row = tuple[str | int | float | None, ...]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the option."""
     text = "what to list (default: all)"
     parser.add_argument("kind", nargs="?", choices=tuple(HEADINGS), help=text)
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print the tables."""
     for kind, rows in build_tables().items():
         if args.kind in (None, kind):
             numeric = [column for column, cell in enumerate(rows[0]) if not isinstance(cell, str)]

@@ -22,6 +22,7 @@ DATA_SHEET = {
 
 
 def add_arguments(parser: Parser) -> None:
+    """Add the options, and every key of the config."""
     parser.add_keys()
     option, positive = parser.add_argument, partial(number, kind=float, least=1e-6)
     option("--json", action="store_true", help="print JSON")
@@ -53,6 +54,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    """Print the plan, or the answer of a search. Raises RunError."""
     # Imported here because torch takes seconds to import.
     from torchtitan_lite.planner.measured import add_measured
     from torchtitan_lite.planner.plan import find_device, make_plan

@@ -21,10 +21,12 @@ This page is generated: `torchtitan-lite schema --markdown > docs/config.md`.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the option."""
     parser.add_argument("--markdown", action="store_true", help="print the keys as docs/config.md")
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print the schema, or the page."""
     if args.markdown:
         print(PAGE.format(format_help()), end="")
     else:

@@ -15,6 +15,7 @@ from .parser import number, path_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
     text = "a folder, a file, hf:DATASET, or pystdlib: see data --help"
     parser.add_argument("source", type=path_text, metavar="SOURCE", help=text)
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="model file to write")
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Train the tokenizer. Raises RunError."""
     source = open_source(args.source, text_field=args.text_field)
     output, size = args.output, args.size
     if source.reads(output):

@@ -9,10 +9,12 @@ from .parser import Parser
 
 
 def add_arguments(parser: Parser) -> None:
+    """Accept every key of the config."""
     parser.add_keys()
     parser.usage = f"[VARIABLE=value ...] {parser.prog} [--table.key value ...]"
     parser.epilog = f"{launch.VARIABLES}\n{format_help()}"
 
 
 def run(args: argparse.Namespace) -> None:
+    """Launch the run, and exit with its exit code."""
     launch.main(args.overrides)
