@@ -16,8 +16,13 @@ from pathlib import Path
 
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.tables import format_columns
-from torchtitan_lite.checkpoint.folders import find_checkpoints, find_problems
-from torchtitan_lite.checkpoint.manifest import MANIFEST, BrokenCheckpoint, read_manifest
+from torchtitan_lite.checkpoint.folders import find_checkpoints
+from torchtitan_lite.checkpoint.manifest import (
+    MANIFEST,
+    BrokenCheckpoint,
+    broken_files,
+    read_manifest,
+)
 
 COLUMNS = ["step", "tokens", "written", "GiB", "ranks", "mesh", "float8", "state"]
 
@@ -82,7 +87,7 @@ def format_row(path: Path) -> list[str]:
     degrees = (f"{name}={degree}" for name, degree in manifest.mesh.items() if degree > 1)
     float8 = parse_toml(manifest.config.encode()).get("float8", {})
     sound = "ok, weights only" if manifest.has_weights_only else "ok"
-    problems = find_problems(path, hashes=False)
+    problems = broken_files(path, manifest.files, hashes=False)
     return [
         str(manifest.progress.step),
         str(manifest.progress.tokens),
