@@ -42,7 +42,8 @@ class Key:
     type_text: str
     """Such as `integer`, `"a"|"b"`, `array of "a"|"b"` or `array of {a, b}`."""
     choices: list[str]
-    """Allowed values; empty: any. Of a table, or a list of tables, the keys."""
+    """Allowed values; empty: any. "module:name" stands for objects outside the package. Of a table,
+    or a list of tables, the keys."""
     optional: bool
     """Whether the key may be unset (None)."""
     default: object
@@ -123,7 +124,7 @@ def _build_keys(table: str, section: type[Section]) -> Iterator[Key]:
     for name, field in schema["properties"].items():
         value = field["anyOf"][0] if "anyOf" in field else field  # without `| None`
         kind, item = value.get("type", "object"), value.get("items", value)
-        choices = [item["const"]] if "const" in item else item.get("enum", [])
+        choices = [item["const"]] if "const" in item else item.get("enum", item.get("examples", []))
         type_text = "|".join(map(show, choices))
         if "$ref" in item:  # a table, or a list of tables
             choices = list(schema["$defs"][item["$ref"].rpartition("/")[2]]["properties"])

@@ -4,11 +4,14 @@ Table and key names are torchtitan's. The string under a field is its documentat
 docs/config.md. run_sections.py has the sections about the run: its folder, checkpoints, reports.
 """
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import Field, Strict
 
+from torchtitan_lite.base.outside import load_object
+from torchtitan_lite.catalog.lr_schedule import DECAYS
 from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Recipe
 from torchtitan_lite.catalog.schedules import DEFAULT_SCHEDULE
 
@@ -30,6 +33,7 @@ from .types import (
     Fraction,
     Name,
     Names,
+    OptimizerName,
     PathName,
     PathOrEmpty,
     Positive,
@@ -90,8 +94,8 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """Optimizer; they differ in weight decay only, and resume from each other's checkpoints."""
+    name: OptimizerName = "AdamW"
+    """AdamW and Adam differ in weight decay only, and resume from each other's checkpoints."""
     lr: Annotated[float, Field(gt=0, le=10)] = 8e-4
     """Peak learning rate."""
     beta1: Share = 0.9
@@ -119,6 +123,14 @@ class LRSchedulerConfig(Section):
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
     """Learning rate at the end of the decay, as a share of optimizer.lr."""
+
+    @property
+    def decay(self) -> Callable[[float], float]:
+        """The decay that `decay_type` names: one of DECAYS, or one from outside."""
+        if self.decay_type in DECAYS:
+            return DECAYS[self.decay_type]
+        decay: Callable[[float], float] = load_object("[lr_scheduler] decay_type", self.decay_type)
+        return decay
 
 
 class DatasetConfig(Section):
@@ -271,8 +283,11 @@ class Float8Config(Section):
 
     @property
     def recipe(self) -> Recipe:
-        """The row of RECIPES that `recipe_name` names."""
-        return RECIPES[self.recipe_name]
+        """The recipe that `recipe_name` names: a row of RECIPES, or one from outside."""
+        if self.recipe_name in RECIPES:
+            return RECIPES[self.recipe_name]
+        recipe: Recipe = load_object("[float8] recipe_name", self.recipe_name)
+        return recipe
 
 
 class Config(Section):

@@ -1,9 +1,21 @@
 """Types of the values in a config, and what every section has in common."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Strict,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.catalog.datasets import DATASETS
@@ -52,9 +64,42 @@ PathOrEmpty = Annotated[Text, AfterValidator(expand_user)]
 PathName = Annotated[Name, AfterValidator(expand_user)]
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Annotation of a string: one of `names`, or "module:name" of an object outside the package."""
+
+    names: tuple[str, ...] = ()
+
+    def check(self, value: str) -> str:
+        """Return `value`. Raises ValueError if it is neither."""
+        if value not in self.names and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+            raise ValueError(f"must be one of {', '.join(self.examples)}")
+        return value
+
+    @property
+    def examples(self) -> list[str]:
+        """What may be written, for messages and help."""
+        return [*self.names, "module:name"]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {**handler(schema), "examples": self.examples}
+
+
 DatasetName: TypeAlias = Literal[tuple(DATASETS)]  # type: ignore[valid-type]
-DecayType: TypeAlias = Literal[tuple(DECAYS)]  # type: ignore[valid-type]
-RecipeName: TypeAlias = Literal[tuple(RECIPES)]  # type: ignore[valid-type]
+DecayType = Annotated[str, OneOf(tuple(DECAYS))]
+RecipeName = Annotated[str, OneOf(tuple(RECIPES))]
+OptimizerName = Annotated[str, OneOf(("AdamW", "Adam"))]
+Outside = Annotated[str, OneOf()]
+"""An object outside the package."""
 _Schedule: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]
 ScheduleName = Annotated[_Schedule, BeforeValidator(refuse_zero_bubble)]
 
