@@ -33,12 +33,20 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from torchtitan_lite.base.collectives import on_rank0
 from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RunError
-from torchtitan_lite.base.files import allow_open_files, hash_sources
+from torchtitan_lite.base.files import allow_open_files, hash_file, hash_sources
 from torchtitan_lite.base.logger import init_logger, logger
+from torchtitan_lite.base.outside import load_module
 from torchtitan_lite.checkpoint.folders import HF_SUFFIX, remove_drafts
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
-from torchtitan_lite.config import Config, format_help, load_config, own_names, shared_settings
+from torchtitan_lite.config import (
+    Config,
+    format_help,
+    load_config,
+    outside_modules,
+    own_names,
+    shared_settings,
+)
 from torchtitan_lite.metrics.summary import curves_line, summary_lines
 from torchtitan_lite.parallel.mesh import set_determinism
 from torchtitan_lite.planner.prepare import prepare_job
@@ -121,11 +129,18 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
 
 
 def start_facts(config: Config) -> dict[str, str]:
-    """Return what must be equal on all ranks: config, versions, our sources, NNODES and NGPU."""
+    """Import the modules outside the package that the config names. Return what must be equal on
+    all ranks: config, versions, sources, NNODES and NGPU."""
     versions = {name: text for name, text in installed_versions().items() if name != "python"}
+    modules = {name: load_module(key, name) for name, key in outside_modules(config).items()}
+    sources = {
+        f"source of {name} (SHA-256)": hash_file(Path(module.__file__ or os.devnull))
+        for name, module in modules.items()
+    }
     return {
         **shared_settings(config),
         **versions,
+        **sources,
         "sources of torchtitan_lite (SHA-256)": hash_sources(Path(__file__).parent),
         "NNODES": os.environ.get("GROUP_WORLD_SIZE", "1"),
         "NGPU": str(local_world_size()),
@@ -182,8 +197,8 @@ def log_outcome(trainer: Trainer, *, stopped_by: str | None) -> None:
         for line in summary_lines(summary):
             logger.info(line)
 
-    passes = batches.corpus.epochs(batches.samples(trainer.step))
-    logger.info(f"epochs: {', '.join(f'{name} {count:.4g}' for name, count in passes.items())}")
+    if passes := batches.passes(trainer.step):
+        logger.info(f"epochs: {', '.join(f'{name} {count:.4g}' for name, count in passes.items())}")
     if stopped_by is None and batches.left_over is not None:
         epochs = config.training.epochs
         logger.info(f"{epochs:g} epochs done: the data ended the run at step {trainer.step}")

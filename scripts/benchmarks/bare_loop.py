@@ -145,8 +145,9 @@ def train(config: Config, *, our_loss: bool) -> None:
     )
 
     for step, (tokens, labels) in enumerate(batches, start=1):
-        schedule = config.lr_scheduler.model_dump()
-        factor = lr_factor(step, training_steps=config.training.steps, **schedule)
+        keys = config.lr_scheduler.model_dump(exclude={"decay_type"})
+        keys |= {"decay": config.lr_scheduler.decay, "training_steps": config.training.steps}
+        factor = lr_factor(step, **keys)
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * factor
         loss = loss_fn(tokens.to(device), labels.to(device))

@@ -12,7 +12,8 @@ from torchtitan_lite.config import LRSchedulerConfig
 
 def factors(steps: int, *, of: int | None = None, **schedule: object) -> list[float]:
     """Shares of the peak in the first `steps` steps of a run of `of`, by default the same."""
-    keys = LRSchedulerConfig(**schedule).model_dump()
+    config = LRSchedulerConfig(**schedule)
+    keys = config.model_dump(exclude={"decay_type"}) | {"decay": config.decay}
     return [lr_factor(step, training_steps=of or steps, **keys) for step in range(1, steps + 1)]
 
 

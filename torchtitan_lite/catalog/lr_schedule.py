@@ -19,21 +19,22 @@ def lr_factor(
     warmup_steps: int,
     total_steps: int | None,
     decay_ratio: float | None,
-    decay_type: str,
+    decay: Callable[[float], float],
     min_lr_factor: float,
 ) -> float:
     """Return the learning rate of `step` (1-based) as a share of its peak.
 
-    The arguments after `training_steps` are the keys of [lr_scheduler]. The warm-up rises linearly;
-    the step after it has the peak. The decay would reach `min_lr_factor` in the step after the last
-    one, so that no step has a learning rate of 0."""
+    The arguments after `training_steps` are the keys of [lr_scheduler], with the function that
+    decay_type names as `decay`. The warm-up rises linearly; the step after it has the peak. The
+    decay would reach `min_lr_factor` in the step after the last one, so that no step has a learning
+    rate of 0."""
     total = total_steps or training_steps
     warmup = min(warmup_steps, total)
     if step <= warmup:
         return step / (warmup + 1)
 
-    decay = total - warmup
+    steps = total - warmup
     if decay_ratio is not None:
-        decay = min(round(total * decay_ratio), decay)
-    progress = min(1.0, max(0.0, (step - (total - decay)) / (decay + 1)))
-    return min_lr_factor + (1 - min_lr_factor) * DECAYS[decay_type](progress)
+        steps = min(round(total * decay_ratio), steps)
+    progress = min(1.0, max(0.0, (step - (total - steps)) / (steps + 1)))
+    return min_lr_factor + (1 - min_lr_factor) * decay(progress)

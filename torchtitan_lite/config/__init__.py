@@ -17,7 +17,7 @@ from .arithmetic import (
 from .checks import check_config, own_names
 from .keys import config_schema, did_you_mean, format_help, show_settings
 from .layers import find_config, given_keys, shipped_configs
-from .loading import check_model_table, load_config, shared_settings
+from .loading import check_model_table, load_config, outside_modules, shared_settings
 from .sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,
@@ -26,6 +26,7 @@ from .sections import (
     Config,
     DatasetConfig,
     DebugConfig,
+    ExperimentalConfig,
     Float8Config,
     JobConfig,
     LRSchedulerConfig,
@@ -38,4 +39,4 @@ from .sections import (
     ValidationConfig,
 )
 from .stages import Stages, resolve_stages
-from .types import expand_user
+from .types import CROSS_ENTROPY, expand_user

@@ -24,8 +24,15 @@ from .arithmetic import (
 from .keys import Values, describe, flat_config, show
 from .sections import Config
 from .stages import resolve_stages
+from .types import CROSS_ENTROPY
 
 SET = bool
+OUTSIDE_DATA = {
+    "[training] dataset": lambda name: ":" in name,
+    "[training] dataset_path": None,
+    "[training] datasets": (),
+}
+"""Values with which code from outside the package makes the batches."""
 REFUSED: dict[str, dict[str, Any]] = {
     # The layout.
     "nothing overlaps; set the degree to 2 or more, or the other to false": {
@@ -59,6 +66,18 @@ REFUSED: dict[str, dict[str, Any]] = {
     "moments are no wider than weights; unset one of them": {
         "[optimizer] state_dtype": "float32",
         "[training] dtype": "bfloat16",
+    },
+    "batches of your own have no epochs; set steps": OUTSIDE_DATA | {"[training] epochs": SET},
+    "nothing can be held out of batches of your own; name data to validate on": OUTSIDE_DATA
+    | {
+        "[validation] enable": True,
+        "[validation] dataset": None,
+        "[validation] dataset_path": None,
+    },
+    "logits are whole only without it; set disable_loss_parallel to true": {
+        "[training] loss": lambda name: name != CROSS_ENTROPY,
+        "[parallelism] tensor_parallel_degree": lambda degree: degree > 1,
+        "[parallelism] disable_loss_parallel": False,
     },
     "nothing is validated; use 1 or more, -1 for all data, or set enable to false": {
         "[validation] enable": True,

@@ -42,8 +42,7 @@ class Key:
     type_text: str
     """Such as `integer`, `"a"|"b"`, `array of "a"|"b"` or `array of {a, b}`."""
     choices: list[str]
-    """Allowed values; empty: any. "module:name" stands for objects outside the package. Of a table,
-    or a list of tables, the keys."""
+    """Allowed values, perhaps OUTSIDE; empty: any. Of a table, or a list of tables, the keys."""
     optional: bool
     """Whether the key may be unset (None)."""
     default: object

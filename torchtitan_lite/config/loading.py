@@ -12,6 +12,7 @@ from .checks import check_config
 from .keys import KEYS, TABLES, closest, did_you_mean, flat_config, show, show_key
 from .layers import Layer, Setting, read_command_line, read_files, resolve_aliases, resolve_foreign
 from .sections import Config
+from .types import OUTSIDE
 
 
 def load_config(argv: list[str], *, world_size: int) -> Config:
@@ -55,6 +56,21 @@ def shared_settings(config: Config) -> dict[str, str]:
         }
     )
     return {name: show(value) for name, value in flat_config(tables).items()}
+
+
+def outside_modules(config: Config) -> dict[str, str]:
+    """Return the key that names each module outside the package, by the module's name."""
+    values = flat_config(config.model_dump())
+    found: dict[str, str] = {}
+    for name, key in KEYS.items():
+        if OUTSIDE in key.choices:
+            value = values[show_key(name)]
+            for each in [value] if isinstance(value, str) else value:
+                module, colon, _ = each.partition(":")
+                found |= {module: show_key(name)} if colon else {}
+    if module := config.experimental.custom_import:
+        found[module] = "[experimental] custom_import"
+    return found
 
 
 def _validate(settings: Layer, problems: list[str]) -> Config:

@@ -10,11 +10,13 @@ from .types import (
     DatasetName,
     Name,
     Names,
+    OutsideNames,
     PathName,
     Peak,
     Positive,
     Seconds,
     Section,
+    Text,
     Whole,
 )
 
@@ -99,6 +101,8 @@ class MetricsConfig(Section):
     """Every rank writes TensorBoard curves and a wandb run, with its own memory; else rank 0."""
     enable_wandb: bool = False
     """Log to Weights & Biases too; needs the wandb extra."""
+    writers: OutsideNames = ()
+    """Classes of your own that write the records elsewhere, see docs/library.md."""
     flops_convention: Literal["palm", "causal"] = "palm"
     """Attention FLOPs: the full square (PaLM, torchtitan) or the causal half (Megatron-LM)."""
     peak_tflops_bf16: Peak | None = None
@@ -144,3 +148,8 @@ class DebugConfig(Section):
     """Seed of the weights and of the order of the data."""
     deterministic: bool = False
     """Use deterministic algorithms only, at some cost in speed."""
+
+
+class ExperimentalConfig(Section):
+    custom_import: Text = ""
+    """Module of your own to import on every rank at the start of a run; "": none."""

@@ -19,21 +19,24 @@ from .run_sections import (
     CheckpointConfig,
     CommConfig,
     DebugConfig,
+    ExperimentalConfig,
     JobConfig,
     MetricsConfig,
     ProfilingConfig,
     ValidationConfig,
 )
 from .types import (
+    CROSS_ENTROPY,
     AllOrCount,
     Count,
-    DatasetName,
     DecayType,
     Dimension,
     Fraction,
+    LossName,
     Name,
     Names,
     OptimizerName,
+    OutsideNames,
     PathName,
     PathOrEmpty,
     Positive,
@@ -42,6 +45,7 @@ from .types import (
     Section,
     Share,
     Text,
+    TrainingDataset,
     Whole,
 )
 
@@ -143,8 +147,8 @@ class DatasetConfig(Section):
 
 
 class TrainingConfig(Section):
-    dataset: DatasetName = "pystdlib"
-    """Dataset, if dataset_path is unset: Python's standard library, or c4 (needs dataset_path)."""
+    dataset: TrainingDataset = "pystdlib"
+    """If dataset_path is unset: Python's standard library, c4, or batches made by module:name."""
     dataset_path: PathName | None = None
     """Token store, or text: .txt .md .rst .py .jsonl .json (.gz, .zst); unset: dataset."""
     datasets: Annotated[tuple[DatasetConfig, ...], Strict(False)] = ()
@@ -163,6 +167,8 @@ class TrainingConfig(Section):
     """Consecutive steps without an update (loss or gradient not finite, or a spike) to give up."""
     loss_spike_factor: Annotated[float, Field(ge=0, le=1e9)] = 0.0
     """Skip the update of a step whose loss is above this times the running mean; 0: off."""
+    loss: LossName = CROSS_ENTROPY
+    """Sum over the tokens of the loss of logits and labels, in training and validation."""
     steps: Count = 1000
     """Optimizer steps to train."""
     epochs: Positive | None = None
@@ -181,6 +187,13 @@ class TrainingConfig(Section):
     """Steps between runs of Python's garbage collector, at the same step on every rank."""
     document_mask: bool = False
     """Attention does not cross documents, and positions restart at each."""
+    after_step: OutsideNames = ()
+    """Functions of your own to call on every rank after each step, with the Trainer and values."""
+
+    @property
+    def has_outside_data(self) -> bool:
+        """Whether `dataset` makes the batches, by code from outside."""
+        return not (self.dataset_path or self.datasets) and ":" in self.dataset
 
 
 class ParallelismConfig(Section):
@@ -309,6 +322,7 @@ class Config(Section):
     profiling: ProfilingConfig = ProfilingConfig()
     comm: CommConfig = CommConfig()
     debug: DebugConfig = DebugConfig()
+    experimental: ExperimentalConfig = ExperimentalConfig()
 
     def to_toml(self) -> str:
         """Return the config as TOML that loads to an equal Config. Unset keys are left out."""

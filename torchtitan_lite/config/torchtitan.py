@@ -46,7 +46,7 @@ FOREIGN: dict[str, tuple[object, ...] | None] = {
     "job.use_for_integration_test": ANY,
     "job.save_config_file": ANY,
     "job.custom_config_module": ("",),
-    "experimental.custom_*": ("",),
+    "experimental.custom_args_module": ("",),
     "model.norm_type": ("rmsnorm", "fused_rmsnorm"),
     "model.print_after_conversion": ANY,
     "optimizer.early_step_in_backward": OFF,
@@ -93,7 +93,7 @@ FOREIGN: dict[str, tuple[object, ...] | None] = {
 """Patterns of keys without a counterpart here, with the values that load: they ask for what happens
 here: ANY, or a tuple (with lists as text too). The first match counts."""
 INSTEAD = {
-    "*.custom_*": "no code from outside is loaded",
+    "*.custom_*": "[experimental] custom_import imports a module, and keys cannot be added",
     "optimizer.early_step_in_backward": '[optimizer] state_dtype = "bfloat16" saves memory too',
     "parallelism.pipeline_parallel_schedule_csv": "[parallelism] pipeline_parallel_schedule is one",
     "parallelism.pipeline_parallel_microbatches": (
@@ -118,6 +118,6 @@ def find_foreign(name: str, patterns: Iterable[str] = FOREIGN) -> str | None:
 def current_name(name: str) -> str:
     """Return the current dotted name of a key or table."""
     table, _, key = name.rpartition(".")
-    if table in MOVED and not find_foreign(name):
+    if table in MOVED and name not in KEYS and not find_foreign(name):
         name = f"{MOVED[table]}.{key}"
     return ALIASES.get(name, MOVED.get(name, name))

@@ -64,11 +64,14 @@ PathOrEmpty = Annotated[Text, AfterValidator(expand_user)]
 PathName = Annotated[Name, AfterValidator(expand_user)]
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
+OUTSIDE = "module:name"
+"""Stands for any object outside the package among the choices of a key."""
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotation of a string: one of `names`, or "module:name" of an object outside the package."""
+    """Annotation of a string: one of `names`, or the module and name of an object outside the
+    package."""
 
     names: tuple[str, ...] = ()
 
@@ -81,7 +84,7 @@ class OneOf:
     @property
     def examples(self) -> list[str]:
         """What may be written, for messages and help."""
-        return [*self.names, "module:name"]
+        return [*self.names, OUTSIDE]
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -95,11 +98,14 @@ class OneOf:
 
 
 DatasetName: TypeAlias = Literal[tuple(DATASETS)]  # type: ignore[valid-type]
+TrainingDataset = Annotated[str, OneOf(tuple(DATASETS))]
+CROSS_ENTROPY = "cross_entropy"
+LossName = Annotated[str, OneOf((CROSS_ENTROPY,))]
 DecayType = Annotated[str, OneOf(tuple(DECAYS))]
 RecipeName = Annotated[str, OneOf(tuple(RECIPES))]
 OptimizerName = Annotated[str, OneOf(("AdamW", "Adam"))]
-Outside = Annotated[str, OneOf()]
-"""An object outside the package."""
+OutsideNames = Annotated[tuple[Annotated[str, OneOf()], ...], Strict(False)]
+"""Objects outside the package."""
 _Schedule: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]
 ScheduleName = Annotated[_Schedule, BeforeValidator(refuse_zero_bubble)]
 

@@ -43,13 +43,11 @@ def build_corpora(
     validated = validation.steps * batch_size if validation.enable else 0
     held_out = mixture.counts(validated).tolist()
     if validation.enable and (validation.dataset or validation.dataset_path):
-        own = shape | {"seq_len": validation.seq_len or training.seq_len}
-        path, dataset = validation.dataset_path, validation.dataset or training.dataset
-        store = open_data("[validation]", path, training.text_field, tokenizer, dataset=dataset)
-        other, validated = build_validation_corpus(training, validation, store, **own)
+        store = open_validation(training, validation, tokenizer)
+        other, validated = build_validation_corpus(training, validation, store, **shape)
         twins = [each.fingerprint == store.fingerprint for each in stores.values()]
         held_out = [validated if is_twin else 0 for is_twin in twins]
-        if any(held_out) and own["seq_len"] != training.seq_len:
+        if any(held_out) and other.seq_len != training.seq_len:
             raise DataError(
                 f"[validation] seq_len = {validation.seq_len}, but it is {training.seq_len} in "
                 "[training], which reads the same data; use that length, or name other data"
@@ -63,11 +61,20 @@ def build_corpora(
     return corpus, other or corpus, validated
 
 
+def open_validation(
+    training: TrainingConfig, validation: ValidationConfig, tokenizer: Tokenizer
+) -> TokenStore:
+    """Open the data that [validation] names."""
+    path, dataset = validation.dataset_path, validation.dataset or training.dataset
+    return open_data("[validation]", path, training.text_field, tokenizer, dataset=dataset)
+
+
 def build_validation_corpus(
     training: TrainingConfig, validation: ValidationConfig, store: TokenStore, **shape: int
 ) -> tuple[Corpus, int]:
     """Return the data of [validation], which is `store`, and the number of samples to validate on.
-    `shape` is for the Corpus. A collective call."""
+    `shape` is for the Corpus, whose length [validation] can change. A collective call."""
+    shape = shape | {"seq_len": validation.seq_len or training.seq_len}
     own = {"validation": store}
     check_same_tokens(own)
     validated = validation.steps * (validation.local_batch_size or training.local_batch_size)

@@ -137,28 +137,80 @@ class Corpus:
 
 
 @dataclass(kw_only=True)
-class TrainingBatches:
-    """Iterable over the microbatches that a data-parallel rank trains on.
+class Batches:
+    """The microbatches that a data-parallel rank trains on: `first_step` starts at `first_sample`,
+    and each step takes the next global batch of samples."""
 
-    `first_step` starts at `first_sample`; each step takes the next global batch of samples.
-    Microbatch m of a step, from 0, is its m-th run of local_batch_size samples and goes to rank
-    m % dp_degree as accumulation step m // dp_degree: no sample depends on the number of ranks.
-    Raises DataError if `epochs` passes over the data are fewer samples than a step takes."""
-
-    corpus: Corpus
     sizes: BatchSizes
     dp_rank: int
     dp_degree: int
     steps: int
-    epochs: float | None = None
     first_step: int = 1
     first_sample: int = 0
 
     def __post_init__(self) -> None:
         self.last_step = self.steps
-        """Last step of the run: `steps`, or the last full batch if `epochs` end the run."""
+        """Last step of the run: `steps`, or the last full batch if the data ends the run."""
         self.left_over: int | None = None
-        """Samples that remain unused if `epochs` end the run; None if `steps` does."""
+        """Samples that remain unused if the data ends the run; None if `steps` does."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        raise NotImplementedError
+
+    def samples(self, step: int) -> int:
+        """Return how many samples the run has trained on after `step`."""
+        return self.first_sample + (step + 1 - self.first_step) * self.sizes.global_batch_size
+
+    def passes(self, step: int) -> dict[str, float]:
+        """Return how many epochs of each store the run has trained on after `step`."""
+        return {}
+
+    def identity(self) -> dict[str, int | str]:
+        """Return everything that decides which tokens a sample has, apart from its number."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class OutsideBatches(Batches):
+    """Microbatches of an iterator from outside the package, which goes on at `first_sample` itself.
+
+    Raises DataError for one that ends, and for a batch that the model cannot take."""
+
+    name: str
+    """module:name, as in the config."""
+    batches: Iterator[Batch]
+    seq_len: int
+    vocab_size: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        shape = (self.sizes.local_batch_size, self.seq_len)
+        rule = f"int64 {list(shape)}, ids below {self.vocab_size}, labels also {IGNORED_LABEL}"
+        for tokens, labels in self.batches:
+            for found, least in ((tokens, 0), (labels, IGNORED_LABEL)):
+                fits = found.shape == shape and found.dtype == torch.int64
+                if not fits or found.min() < least or found.max() >= self.vocab_size:
+                    what = f"{found.dtype} {list(found.shape)}, {found.min()} to {found.max()}"
+                    raise DataError(f'[training] dataset = "{self.name}": {what}; yield {rule}')
+            yield tokens, labels
+        raise DataError(f'[training] dataset = "{self.name}" ended; it must yield without end')
+
+    def identity(self) -> dict[str, int | str]:
+        return {"dataset": self.name, "seq_len": self.seq_len}
+
+
+@dataclass(kw_only=True)
+class TrainingBatches(Batches):
+    """Microbatches of a corpus.
+
+    Microbatch m of a step, from 0, is its m-th run of local_batch_size samples and goes to rank
+    m % dp_degree as accumulation step m // dp_degree: no sample depends on the number of ranks.
+    Raises DataError if `epochs` passes over the data are fewer samples than a step takes."""
+
+    corpus: Corpus
+    epochs: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.epochs is None:
             return
 
@@ -183,9 +235,11 @@ class TrainingBatches:
         first = self.samples(step - 1) + microbatch * self.sizes.local_batch_size
         return first + np.arange(self.sizes.local_batch_size)
 
-    def samples(self, step: int) -> int:
-        """Return how many samples the run has trained on after `step`."""
-        return self.first_sample + (step + 1 - self.first_step) * self.sizes.global_batch_size
+    def passes(self, step: int) -> dict[str, float]:
+        return self.corpus.epochs(self.samples(step))
+
+    def identity(self) -> dict[str, int | str]:
+        return self.corpus.identity()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ CAST_CHARTS = {"sqnr_db": "SQNR of {role}s (dB)", "underflow": "Share of {role}s
 
 
 class TensorBoardWriter(Writer):
-    """A run's TensorBoard folder, opened by its first point. An unknown figure leaves no point."""
+    """A run's TensorBoard folder, opened by its first point."""
 
     spare = "TensorBoard"
 
@@ -56,12 +56,12 @@ class TensorBoardWriter(Writer):
         for name, value in scalars.items():
             for tag in _tags(name):
                 points.MergeFrom(scalar(tag, value))
-                if tag not in self._described:  # the first point has what the Scalars tab shows
-                    self._described.add(tag)
+                figure = FIGURES.get(name.partition("/")[0])
+                if figure and tag not in self._described:
+                    self._described.add(tag)  # the first point has what the Scalars tab shows
                     metadata = points.value[-1].metadata
                     metadata.plugin_data.plugin_name = "scalars"
                     metadata.data_class = DATA_CLASS_SCALAR
-                    figure = FIGURES[name.partition("/")[0]]
                     unit = f" ({figure.unit})" if figure.unit else ""
                     metadata.summary_description = f"{figure.meaning}{unit}"
         self._curves.file_writer.add_summary(points, step)
@@ -95,6 +95,8 @@ def _tags(name: str) -> list[str]:
 
     A tag with a parenthesis draws nothing in Custom Scalars, which calls a curve "tag (run)"."""
     figure, slash, suffix = name.partition("/")
+    if figure not in FIGURES:  # of a user's own
+        return [name]
     tag = FIGURES[figure].tag
     if "(" in tag:
         return [tag, f"z_pages/{name}"]

@@ -12,6 +12,7 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import strict_json
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.catalog.run_files import RECORDS, RecordKind
 from torchtitan_lite.config import MetricsConfig
 
@@ -44,6 +45,7 @@ def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
             writers.append(WandbWriter(run, own=own))
     except OSError as error:
         warn_left_out(WandbWriter.spare, error)
+    writers += [load_object("[metrics] writers", each)(run) for each in metrics.writers]
     return writers
 
 

@@ -140,6 +140,20 @@ class CrossEntropy:
         return ((log_sum_exp - picked) * scales).sum()
 
 
+class OutsideLoss:
+    """A loss from outside the package in place of the cross-entropy: `loss` returns the sum [] over
+    tokens for whole logits [B, S, V] and labels [B, S], in which IGNORED does not count."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self._loss = loss
+
+    def __call__(
+        self, logits: Tensor, weight: None, labels: Tensor, *, scale: float = 1.0
+    ) -> Tensor:
+        """Return the loss scaled, [] float32."""
+        return scale * self._loss(logits, labels).float()
+
+
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(

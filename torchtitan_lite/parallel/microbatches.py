@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchtitan_lite.config import ParallelismConfig
 from torchtitan_lite.models.llama3 import Output, Transformer
-from torchtitan_lite.models.loss import CrossEntropy
+from torchtitan_lite.models.loss import CrossEntropy, OutsideLoss
 
 from .fsdp import start_microbatch
 
@@ -23,25 +23,26 @@ class ModelLoss:
     """The loss of a model, or what a stage of it passes to the next."""
 
     def __init__(
-        self, model: Transformer, cross_entropy: CrossEntropy, *, gathers_logits: bool
+        self, model: Transformer, loss: CrossEntropy | OutsideLoss, *, gathers_logits: bool
     ) -> None:
-        self.model, self._cross_entropy = model, cross_entropy
+        """`gathers_logits`: whether `loss` takes whole logits, rather than the output's weight."""
+        self.model, self._loss = model, loss
         # A float8 linear has taken the place of an Output that is trained in float8.
         self._fuses_output = isinstance(model.output, Output) and not gathers_logits
 
     def __call__(
         self, tokens: Tensor, labels: Tensor, hidden: Tensor | None = None, *, scale: float
     ) -> Tensor:
-        """Return the cross-entropy of `tokens` and `labels` [B, S], summed over this rank's tokens
-        and scaled, [] float32; without an output, the residual stream, as from `hidden`."""
-        model, cross_entropy = self.model, self._cross_entropy
+        """Return the loss of `tokens` and `labels` [B, S], summed over this rank's tokens and
+        scaled, [] float32; without an output, the residual stream, as from `hidden`."""
+        model = self.model
         if model.output is None:
             return model(tokens, hidden=hidden)
 
         labels = model.shard_sequence(labels, 1)
         if not self._fuses_output:
-            return cross_entropy(model(tokens, hidden=hidden), None, labels, scale=scale)
-        return model(tokens, partial(cross_entropy, labels=labels, scale=scale), hidden)
+            return self._loss(model(tokens, hidden=hidden), None, labels, scale=scale)
+        return model(tokens, partial(self._loss, labels=labels, scale=scale), hidden)
 
 
 class PlainMicrobatches:

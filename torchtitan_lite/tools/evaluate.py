@@ -51,7 +51,7 @@ def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, 
 
     # Its text and its model.
     training, seq_len = config.training, config.training.seq_len
-    shape = {"vocab_size": job.model_args.vocab_size, "seq_len": seq_len, "seed": 0}
+    shape = {"vocab_size": job.model_args.vocab_size, "seed": 0}
     store = open_data("evaluate", data, training.text_field, tokenizer, key="--data")
     corpus, samples = build_validation_corpus(training, config.validation, store, **shape)
     fits = max(1, 2**18 // seq_len)  # the config of a checkpoint may ask for any batch size
@@ -93,6 +93,8 @@ def read_source(source: Path) -> dict[str, Any]:
         with naming(path, fix="; name another step."):
             saved = parse_toml(read_manifest(path).config.encode())
         tables = {name: saved.get(name, {}) for name in TABLES}
+        for key in ("dataset", "loss", "after_step"):  # the run's own code, which has no part here
+            tables["training"].pop(key, None)
         # Float8 scales are of a microbatch.
         parallelism = saved.get("parallelism", {})
         if parallelism.get("pipeline_parallel_degree", 1) != 1:

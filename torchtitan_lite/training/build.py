@@ -1,8 +1,10 @@
 """Build each part of a run from its job: batches, model and checkpointer, metrics."""
 
+import inspect
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,14 +12,27 @@ from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.base.collectives import on_all_ranks
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress, check_model
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.config.keys import config_changes
-from torchtitan_lite.data.corpus import build_corpora, check_same_data, log_data
-from torchtitan_lite.data.dataloader import TrainingBatches, ValidationBatches
+from torchtitan_lite.data.corpus import (
+    build_corpora,
+    build_validation_corpus,
+    check_same_data,
+    log_data,
+    open_validation,
+)
+from torchtitan_lite.data.dataloader import (
+    Batches,
+    OutsideBatches,
+    TrainingBatches,
+    ValidationBatches,
+)
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.float8.convert import has_float8_units, update_scales
 from torchtitan_lite.metrics.base_writer import Writer, WrittenRun
@@ -42,40 +57,48 @@ def check_resume(resume: Resume, job: Job) -> None:
 
 def build_batches(
     job: Job, tokenizer: Tokenizer, *, dp_rank: int, progress: TrainingProgress
-) -> tuple[TrainingBatches, ValidationBatches | None]:
+) -> tuple[Batches, ValidationBatches | None]:
     """Build a data-parallel rank's training batches after `progress`, and its validation batches.
 
     Raises DataError if the data has changed or differs between ranks."""
     training, validation = job.config.training, job.config.validation
-    corpus, validation_corpus, validated = build_corpora(
-        training,
-        validation,
-        tokenizer,
-        shares=job.dataset_shares,
-        vocab_size=job.model_args.vocab_size,
-        seed=job.config.debug.seed,
-        held_out_before=progress.held_out,
-    )
+    shape = {"vocab_size": job.model_args.vocab_size, "seed": job.config.debug.seed}
+    place: dict[str, Any] = {
+        "sizes": job.batch,
+        "dp_rank": dp_rank,
+        "dp_degree": job.degrees.dp,
+        "steps": training.steps,
+        "first_step": progress.step + 1,
+        "first_sample": progress.samples,
+    }
+    batches: Batches
+    if training.has_outside_data:
+        batches = build_outside_batches(job, tokenizer, **place)
+        if validation.enable:
+            store = open_validation(training, validation, tokenizer)
+            validation_corpus, validated = build_validation_corpus(
+                training, validation, store, **shape
+            )
+    else:
+        corpus, validation_corpus, validated = build_corpora(
+            training,
+            validation,
+            tokenizer,
+            shares=job.dataset_shares,
+            held_out_before=progress.held_out,
+            **shape,
+        )
+        batches = TrainingBatches(corpus=corpus, epochs=training.epochs, **place)
+        log_data(batches, training)
+
     if progress.data:
         check_same_data(
             progress.data,
-            corpus.identity(),
+            batches.identity(),
             step=progress.step,
             samples=progress.samples,
             allow_change=training.allow_data_change,
         )
-
-    batches = TrainingBatches(
-        corpus=corpus,
-        sizes=job.batch,
-        dp_rank=dp_rank,
-        dp_degree=job.degrees.dp,
-        steps=training.steps,
-        epochs=training.epochs,
-        first_step=progress.step + 1,
-        first_sample=progress.samples,
-    )
-    log_data(batches, training)
     if not validation.enable:
         return batches, None
 
@@ -86,6 +109,29 @@ def build_batches(
         samples=validated,
         dp_rank=dp_rank,
         dp_degree=job.degrees.dp,
+    )
+
+
+def build_outside_batches(job: Job, tokenizer: Tokenizer, **place: Any) -> OutsideBatches:
+    """Build the batches of the function that [training] dataset names. Raises ConfigError if it
+    could not go on after a checkpoint."""
+    name, saves = job.config.training.dataset, job.config.checkpoint.enable
+    make = load_object("[training] dataset", name)
+    arguments = {each: place[each] for each in ("dp_rank", "dp_degree", "first_sample")}
+    if "first_sample" not in inspect.signature(make).parameters:
+        if saves:
+            raise ConfigError(
+                f'[training] dataset = "{name}" takes no first_sample, so that a resumed run would '
+                "train on the same data again; add that argument, or set [checkpoint] enable = "
+                "false"
+            )
+        del arguments["first_sample"]
+    return OutsideBatches(
+        name=name,
+        batches=iter(make(job, tokenizer, **arguments)),
+        seq_len=job.config.training.seq_len,
+        vocab_size=job.model_args.vocab_size,
+        **place,
     )
 
 

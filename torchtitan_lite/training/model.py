@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
 
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.catalog.devices import Precision
 from torchtitan_lite.catalog.flavors import OUTPUT, ModelArgs
-from torchtitan_lite.config import AUTO
+from torchtitan_lite.config import AUTO, CROSS_ENTROPY
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.convert import convert_linears, must_emulate
 from torchtitan_lite.float8.observe import Asked
@@ -28,7 +29,7 @@ from torchtitan_lite.float8.selection import (
 from torchtitan_lite.metrics.flops import FlopsLedger, count_flops
 from torchtitan_lite.models.init import init_weights
 from torchtitan_lite.models.llama3 import Transformer
-from torchtitan_lite.models.loss import CrossEntropy
+from torchtitan_lite.models.loss import CrossEntropy, OutsideLoss
 from torchtitan_lite.parallel.activation_checkpoint import recomputed_modules
 from torchtitan_lite.parallel.microbatches import ModelLoss, PlainMicrobatches, Timed
 from torchtitan_lite.parallel.parallelize import parallelize
@@ -246,11 +247,14 @@ def build_microbatches(
 ) -> "PlainMicrobatches | PipelinedMicrobatches":
     """Build what runs forward and backward passes, on this rank alone or through a pipeline."""
     config, degrees, compile = job.config, job.degrees, job.config.compile
-    cross_entropy = CrossEntropy(compiled=compile.covers("loss"), backend=compile.backend)
+    loss: CrossEntropy | OutsideLoss
     gathers_logits = degrees.tp > 1 and config.parallelism.disable_loss_parallel
-    losses = [
-        ModelLoss(stage, cross_entropy, gathers_logits=gathers_logits) for stage in built.stages
-    ]
+    if config.training.loss == CROSS_ENTROPY:
+        loss = CrossEntropy(compiled=compile.covers("loss"), backend=compile.backend)
+    else:
+        loss = OutsideLoss(load_object("[training] loss", config.training.loss))
+        gathers_logits = True
+    losses = [ModelLoss(stage, loss, gathers_logits=gathers_logits) for stage in built.stages]
     if degrees.pp == 1:
         return PlainMicrobatches(losses[0], config.parallelism)
 
@@ -291,7 +295,8 @@ def asked_of_step(job: Job, meta: MetaModel, *, stages: Collection[int]) -> Aske
         tp_gathers = microbatches * float8_gathers(converted)
     fuses, compile = job.config.parallelism.enable_async_tensor_parallel, job.config.compile
     has_blocks = any(part.startswith("layers.") for part in parts)
-    with_loss = compile.covers("loss") and OUTPUT in parts
+    own_loss = job.config.training.loss == CROSS_ENTROPY
+    with_loss = compile.covers("loss") and own_loss and OUTPUT in parts
     return Asked(
         linears=len(converted),
         matmuls=microbatches * len(converted) * len(float8.recipe.matmuls),

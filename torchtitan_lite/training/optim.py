@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Parameter
 
 from torchtitan_lite import patches
+from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.checkpoint.manifest import TrainingProgress
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
 from torchtitan_lite.models.init import local_part
@@ -21,6 +22,10 @@ def build_optimizer(
     parameters: Iterable[Parameter], optimizer: OptimizerConfig, backend: str = "inductor"
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `parameters` that [optimizer] names. `backend` is torch.compile's."""
+    if ":" in optimizer.name:
+        built = load_object("[optimizer] name", optimizer.name)([*parameters], optimizer)
+        assert isinstance(built, torch.optim.Optimizer), f"{optimizer.name} returns an optimizer"
+        return built
     settings: dict[str, Any] = optimizer.model_dump(include={"lr", "eps", "weight_decay"})
     settings["betas"] = optimizer.beta1, optimizer.beta2
 

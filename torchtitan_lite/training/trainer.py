@@ -14,6 +14,7 @@ from torch import Tensor
 from torchtitan_lite.base.collectives import agree, on_rank0
 from torchtitan_lite.base.errors import RunError
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.catalog.lr_schedule import lr_factor
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
@@ -51,15 +52,16 @@ class Trainer:
         tokenizer: Tokenizer,
         *,
         device: torch.device,
-        run_folder: RunFolder | None,
-        resume: Resume | None,
-        watchdog: Watchdog,
+        run_folder: RunFolder | None = None,
+        resume: Resume | None = None,
+        watchdog: Watchdog | None = None,
     ) -> None:
         """Build the parts of `job` and load the checkpoint `resume`, if any. Begin the run in
         `run_folder`, which is None on all ranks but 0, once nothing can be refused any more. A
         collective call."""
         self.job, self.config = job, job.config
-        self.device, self.run_folder, self.watchdog = device, run_folder, watchdog
+        self.device, self.run_folder = device, run_folder
+        self.watchdog = watchdog or Watchdog(report=lambda *_: None)
         self.groups = Groups(job.degrees, device_type=device.type)
 
         # Data, from the first sample that has not been trained on.
@@ -105,6 +107,8 @@ class Trainer:
     def build_optional(self, tokenizer: Tokenizer) -> None:
         """Build what only some configs ask for. Only runs with them load its modules."""
         self.profiler, self.numerics, self.samples = None, None, None
+        key, named = "[training] after_step", self.config.training.after_step
+        self.after_step = [load_object(key, each) for each in named]
         job, profiling, linears = self.job, self.config.profiling, self.built.linears
         if job.degrees.pp > 1:
             from torchtitan_lite.metrics.stage_times import StageTimes
@@ -184,6 +188,8 @@ class Trainer:
         with observer or (numerics.observe() if numerics else contextlib.nullcontext()):
             values = self.train_step(step)
         logged = self.metrics.end_step(values)
+        for call in self.after_step:
+            call(self, values)
         if numerics:
             self.metrics.log_numerics(step, numerics.figures())
         if observer:
@@ -216,8 +222,9 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, batch_sizes, degrees = self.config.training, self.job.batch, self.job.degrees
-        schedule = self.config.lr_scheduler.model_dump()
-        lr = self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **schedule)
+        scheduler = self.config.lr_scheduler
+        keys = scheduler.model_dump(exclude={"decay_type"}) | {"decay": scheduler.decay}
+        lr = self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **keys)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
 
@@ -253,7 +260,7 @@ class Trainer:
             skipped_steps=self.guard.skipped_steps,
             consecutive_skips=self.guard.consecutive_skips,
             lr=lr,
-            epochs=self.batches.corpus.epochs(self.batches.samples(step)),
+            epochs=self.batches.passes(step),
             attention_share=share,
             attention_imbalance=imbalance,
         )
@@ -337,7 +344,7 @@ class Trainer:
             step=self.step,
             samples=self.batches.samples(self.step),
             tokens=self.tokens,
-            data=self.batches.corpus.identity(),
+            data=self.batches.identity(),
             skipped_steps=int(self.guard.skipped_steps.item()),
             consecutive_skips=int(self.guard.consecutive_skips.item()),
             loss_mean=None if math.isnan(loss_mean) else loss_mean,
