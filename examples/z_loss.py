@@ -1,7 +1,7 @@
 """Train with a loss of your own: cross-entropy with the z-loss of PaLM (arXiv 2204.02311, 5.1),
 which keeps the logits small.
 
-    torchtitan-lite train --job.config_file debug_model --training.loss examples.z_loss:z_loss
+torchtitan-lite train --job.config_file debug_model --training.loss z_loss:z_loss
 """
 
 import torch.nn.functional as F

@@ -1,7 +1,37 @@
-"""FP8 pretraining for Llama 3. README.md names the files to read first."""
+"""FP8 pretraining for Llama 3. README.md names the files to read first, docs/library.md what may be
+imported from here. Names are imported when they are used: most need torch."""
 
+import importlib
 import logging
 import warnings
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .base.errors import RunError as RunError
+    from .catalog.recipes import Recipe as Recipe
+    from .config import Config as Config
+    from .config import OptimizerConfig as OptimizerConfig
+    from .config import load_config as load_config
+    from .config.job import Job as Job
+    from .config.job import build_job as build_job
+    from .data.tokenizer import build_tokenizer as build_tokenizer
+    from .float8.convert import convert_to_float8 as convert_to_float8
+    from .metrics.base_writer import Writer as Writer
+    from .metrics.base_writer import WrittenRun as WrittenRun
+    from .metrics.flops import FlopsLedger as FlopsLedger
+    from .metrics.flops import compute_rates as compute_rates
+    from .metrics.flops import count_flops as count_flops
+    from .metrics.hardware import find_peaks as find_peaks
+    from .metrics.processor import StepValues as StepValues
+    from .models.generate import Sampling as Sampling
+    from .models.llama3 import Transformer as Transformer
+    from .planner.plan import find_device as find_device
+    from .planner.plan import make_plan as plan
+    from .planner.prepare import prepare_job as prepare_job
+    from .run.process_group import init_distributed as init_distributed
+    from .tools.generate import generate as generate
+    from .train import run as run_training
+    from .training.trainer import Trainer as Trainer
 
 __version__ = "0.3.0"
 
@@ -23,3 +53,41 @@ for _message in (
     "Profiler won't be using warmup",  # profile_freq = 1 asks for that
 ):
     warnings.filterwarnings("ignore", message=_message)
+
+_PLACES = {
+    "Config": "config",
+    "FlopsLedger": "metrics.flops",
+    "Job": "config.job",
+    "OptimizerConfig": "config",
+    "Recipe": "catalog.recipes",
+    "RunError": "base.errors",
+    "Sampling": "models.generate",
+    "StepValues": "metrics.processor",
+    "Trainer": "training.trainer",
+    "Transformer": "models.llama3",
+    "Writer": "metrics.base_writer",
+    "WrittenRun": "metrics.base_writer",
+    "build_job": "config.job",
+    "build_tokenizer": "data.tokenizer",
+    "compute_rates": "metrics.flops",
+    "convert_to_float8": "float8.convert",
+    "count_flops": "metrics.flops",
+    "find_device": "planner.plan",
+    "find_peaks": "metrics.hardware",
+    "generate": "tools.generate",
+    "init_distributed": "run.process_group",
+    "load_config": "config",
+    "plan": "planner.plan:make_plan",
+    "prepare_job": "planner.prepare",
+    "run_training": "train:run",
+}
+"""The library: the module of each name, and its name there where it is another."""
+__all__ = [*_PLACES]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of the library when it is first used."""
+    if name not in _PLACES:
+        raise AttributeError(f"torchtitan_lite has no {name}; docs/library.md lists its names")
+    module, _, own = _PLACES[name].partition(":")
+    return getattr(importlib.import_module(f"torchtitan_lite.{module}"), own or name)

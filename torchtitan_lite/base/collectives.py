@@ -54,8 +54,10 @@ def _outcome(make: Callable[[], Any]) -> Any:
 
 
 def _gather(outcome: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    outcomes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(outcomes, outcome, group=group)
+    outcomes = [outcome]
+    if dist.is_initialized():  # not in a program of a single process that uses the library
+        outcomes = [None] * dist.get_world_size(group)
+        dist.all_gather_object(outcomes, outcome, group=group)
     for rank, other in enumerate(outcomes):
         if isinstance(other, RunError):
             other.rank = rank

@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> None:
 
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_k, args.top_p, args.seed)
     try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(args.device) if args.device else None
         torch.zeros((), device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"--device {args.device}: {str(error).splitlines()[0]}") from error
-    dtype = getattr(torch, args.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    dtype = getattr(torch, args.dtype) if args.dtype else None
     model, tokenizer = load_model(
         args.source, device=device, dtype=dtype, tokenizer_path=args.tokenizer
     )

@@ -15,7 +15,7 @@ from .sections import Config
 from .types import OUTSIDE
 
 
-def load_config(argv: list[str], *, world_size: int) -> Config:
+def load_config(argv: list[str], *, world_size: int = 1) -> Config:
     """Return the config that a command line describes, for a run of `world_size` processes. Raises
     one ConfigError that lists every invalid word, key and value, one a line, or else every rule
     between keys that is broken."""

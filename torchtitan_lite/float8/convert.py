@@ -1,6 +1,7 @@
 """Swap nn.Linear for its float8 kind, and update the weights' scales after each optimizer step."""
 
 import dataclasses
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -9,10 +10,11 @@ from torch import nn
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.torchao_types import is_float8_linear
-from torchtitan_lite.config import Float8Config
+from torchtitan_lite.catalog.recipes import Matmul
+from torchtitan_lite.config import Float8Config, matches
 
 from .mxfp8 import MXFP8Linear, convert_to_mxfp8
-from .selection import LinearChoice, converted_names
+from .selection import LinearChoice, converted_names, select_linears
 
 if TYPE_CHECKING:
     from torchao.float8.float8_linear import Float8Linear
@@ -76,6 +78,29 @@ def convert_linears(
     assert converted == chosen, f"converted and chosen differ in {sorted(converted ^ chosen)}"
     if emulate:
         logger.info(f"float8 is emulated: the numerics of {float8.recipe_name}, not its speed")
+
+
+def convert_to_float8(
+    model: nn.Module,
+    recipe_name: str = "tensorwise",
+    *,
+    keep: Sequence[str] = ("lm_head",),
+    tokens: int | None = None,
+) -> dict[str, Collection[Matmul]]:
+    """Swap the linears of `model`, of any class, for linears that train in float8, in place. Return
+    the matmuls of each that run in float8, by its name, as `count_flops` takes them.
+
+    Linears stay that are called `output`, and those whose name has a part in `keep`. `tokens` is
+    the number that the model sees at a time. On a CPU float8 is emulated. Raises ConfigError for
+    sizes that are no multiple of the recipe's, and on a GPU without its matmuls."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    patterns = tuple(each for each in keep if any(matches(each, name) for name in names))
+    float8 = Float8Config(enable_float8_linear=True, recipe_name=recipe_name, filter_fqns=patterns)
+    divides = float8.recipe.divides_tokens
+    choices = select_linears(model, float8, tp_degree=1, tokens=tokens if divides else None)
+    device = next(model.parameters()).device
+    convert_linears(model, choices, float8=float8, emulate=must_emulate(float8, device=device))
+    return dict.fromkeys(converted_names(choices), float8.recipe.matmuls)
 
 
 def update_scales(model: nn.Module, float8: Float8Config) -> None:

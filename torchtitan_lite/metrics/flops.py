@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_lite.catalog.devices import Precision
-from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.models.llama3 import document_starts
 
 from .hardware import Peaks
@@ -53,11 +52,12 @@ class FlopsLedger:
 
 def count_flops(
     model: nn.Module,
-    args: ModelArgs,
     *,
+    n_layers: int,
+    q_dim: int,
     seq_len: int,
-    high_precision: Precision,
     float8_matmuls: Mapping[str, Collection[str]],
+    high_precision: Precision = "bf16",
     fp8_runs_in: Precision = "fp8",
     convention: Literal["palm", "causal"] = "palm",
     recomputed: Collection[str] = (),
@@ -65,11 +65,13 @@ def count_flops(
 ) -> FlopsLedger:
     """Count the FLOPs of `model`, not yet sharded: sharding changes who computes, not how much.
 
-    `float8_matmuls` has the MATMULS of each linear that run in float8, all others and attention run
-    in `high_precision`. Attention counts 12 * layers * heads * head_dim * seq_len per token (PaLM,
-    arXiv 2204.02311, appendix B), or half by the causal convention. `recomputed` names the linears
-    and `attention` modules that the backward pass runs again."""
-    layer_matmul = 2 * args.n_heads * args.head_dim * seq_len
+    Counted are all its nn.Linear, and attention in `n_layers` layers, `layers.0` and so on, of
+    `q_dim` = heads * head_dim. `float8_matmuls` has the MATMULS of each linear that run in float8,
+    by its name; all others and attention run in `high_precision`. Attention counts 12 * n_layers *
+    q_dim * seq_len per token (PaLM, arXiv 2204.02311, appendix B), or half by the causal
+    convention. `recomputed` names the linears and `attention` modules that the backward pass runs
+    again."""
+    layer_matmul = 2 * q_dim * seq_len
     if convention == "causal":
         layer_matmul //= 2
     recomputed_layers = sum(name.endswith(".attention") for name in recomputed)
@@ -77,21 +79,21 @@ def count_flops(
     recompute = none | {high_precision: 2 * layer_matmul * recomputed_layers}
 
     # The attention of each block, and the linears.
-    blocks = [f"layers.{index}" for index in range(args.n_layers)]
+    blocks = [f"layers.{index}" for index in range(n_layers)]
     by_module = {block: none | {high_precision: 6 * layer_matmul} for block in blocks}
-    by_module["output"] = dict(none)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             count = 2 * module.in_features * module.out_features
             in_float8 = float8_matmuls.get(name, ())
             runs_in = [fp8_runs_in if each in in_float8 else high_precision for each in MATMULS]
+            own = by_module.setdefault(".".join(name.split(".")[:2]), dict(none))
             for precision in runs_in:
-                by_module[".".join(name.split(".")[:2])][precision] += count
+                own[precision] += count
             recompute[runs_in[0]] += count if name in recomputed else 0
     return FlopsLedger(
         {each: sum(own[each] for own in by_module.values()) for each in none},
         recompute,
-        6 * args.n_layers * layer_matmul,
+        6 * n_layers * layer_matmul,
         recompute_is_known,
         fp8_runs_in,
         attention_runs_in=high_precision,

@@ -85,10 +85,14 @@ def _known(**peaks: float | None) -> dict[Any, float]:
 
 
 def find_peaks(
-    device: torch.device, metrics: MetricsConfig, *, precisions: Collection[Precision]
+    device: torch.device,
+    metrics: MetricsConfig | None = None,
+    *,
+    precisions: Collection[Precision],
 ) -> Peaks:
     """Return the peaks of `device`. Those of `precisions` are measured with [metrics] measure_peak,
     on a CPU also if they are not given. A collective call: all ranks measure at the same time."""
+    metrics = metrics or MetricsConfig()
     given, wanted = given_peaks(metrics), set(precisions) if metrics.measure_peak else set()
     if device.type == "cpu":
         unknown = set(precisions) - given.keys()

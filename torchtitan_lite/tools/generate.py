@@ -1,5 +1,6 @@
-"""Load a model to generate text: from a checkpoint, a run, or a Hugging Face model."""
+"""Generate text by a model: from a checkpoint, a run, or a Hugging Face model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,15 +12,31 @@ from torchtitan_lite.checkpoint.hf_folder import HfReader, open_weights
 from torchtitan_lite.checkpoint.reading import SafeReader
 from torchtitan_lite.checkpoint.state import PREFIX
 from torchtitan_lite.data.tokenizer import Tokenizer, build_tokenizer
-from torchtitan_lite.models.generate import build_empty_model
+from torchtitan_lite.models.generate import Sample, Sampling, build_empty_model, continue_prompts
 from torchtitan_lite.models.llama3 import Transformer
 
 
+def generate(
+    source: Path | str, prompts: Sequence[str], sampling: Sampling | None = None
+) -> list[Sample]:
+    """Return a text that follows each prompt, by the model in `source`: a checkpoint's folder, a
+    run's, whose newest is taken, or a Hugging Face model's. Raises RunError."""
+    model, tokenizer = load_model(Path(source))
+    return continue_prompts(model, tokenizer, prompts, sampling or Sampling())
+
+
 def load_model(
-    source: Path, *, device: torch.device, dtype: torch.dtype, tokenizer_path: str | None = None
+    source: Path,
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer_path: str | None = None,
 ) -> tuple[Transformer, Tokenizer]:
     """Load the weights of a checkpoint's folder, a run's newest checkpoint, or a Hugging Face
-    model, and its tokenizer or another one. Raises RunError."""
+    model, and its tokenizer or another one. By default on a GPU if there is one, in bfloat16, else
+    in float32. Raises RunError."""
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     reader: HfReader | SafeReader
     if (source / "config.json").is_file():
         reader = HfReader(source)

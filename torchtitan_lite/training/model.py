@@ -123,7 +123,8 @@ def build_meta_model(
     emulated = emulate and bool(converted)
     ledger = count_flops(
         model,
-        job.model_args,
+        n_layers=job.model_args.n_layers,
+        q_dim=job.model_args.q_dim,
         seq_len=config.training.seq_len,
         high_precision=high_precision,
         float8_matmuls=dict.fromkeys(converted, float8.recipe.matmuls),
