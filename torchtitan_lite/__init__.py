@@ -7,31 +7,31 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .base.errors import RunError as RunError
-    from .catalog.recipes import Recipe as Recipe
-    from .config import Config as Config
-    from .config import OptimizerConfig as OptimizerConfig
-    from .config import load_config as load_config
-    from .config.job import Job as Job
-    from .config.job import build_job as build_job
-    from .data.tokenizer import build_tokenizer as build_tokenizer
-    from .float8.convert import convert_to_float8 as convert_to_float8
-    from .metrics.base_writer import Writer as Writer
-    from .metrics.base_writer import WrittenRun as WrittenRun
-    from .metrics.flops import FlopsLedger as FlopsLedger
-    from .metrics.flops import compute_rates as compute_rates
-    from .metrics.flops import count_flops as count_flops
-    from .metrics.hardware import find_peaks as find_peaks
-    from .metrics.processor import StepValues as StepValues
-    from .models.generate import Sampling as Sampling
-    from .models.llama3 import Transformer as Transformer
-    from .planner.plan import find_device as find_device
-    from .planner.plan import make_plan as plan
-    from .planner.prepare import prepare_job as prepare_job
-    from .run.process_group import init_distributed as init_distributed
-    from .tools.generate import generate as generate
-    from .train import run as run_training
-    from .training.trainer import Trainer as Trainer
+    from torchtitan_lite.base.errors import RunError as RunError
+    from torchtitan_lite.catalog.recipes import Recipe as Recipe
+    from torchtitan_lite.config import Config as Config
+    from torchtitan_lite.config import OptimizerConfig as OptimizerConfig
+    from torchtitan_lite.config import load_config as load_config
+    from torchtitan_lite.config.job import Job as Job
+    from torchtitan_lite.config.job import build_job as build_job
+    from torchtitan_lite.data.tokenizer import build_tokenizer as build_tokenizer
+    from torchtitan_lite.float8.convert import convert_to_float8 as convert_to_float8
+    from torchtitan_lite.metrics.base_writer import Writer as Writer
+    from torchtitan_lite.metrics.base_writer import WrittenRun as WrittenRun
+    from torchtitan_lite.metrics.flops import FlopsLedger as FlopsLedger
+    from torchtitan_lite.metrics.flops import compute_rates as compute_rates
+    from torchtitan_lite.metrics.flops import count_flops as count_flops
+    from torchtitan_lite.metrics.hardware import find_peaks as find_peaks
+    from torchtitan_lite.metrics.processor import StepValues as StepValues
+    from torchtitan_lite.models.generate import Sampling as Sampling
+    from torchtitan_lite.models.llama3 import Transformer as Transformer
+    from torchtitan_lite.planner.plan import find_device as find_device
+    from torchtitan_lite.planner.plan import make_plan as plan
+    from torchtitan_lite.planner.prepare import prepare_job as prepare_job
+    from torchtitan_lite.run.process_group import init_distributed as init_distributed
+    from torchtitan_lite.tools.generate import generate as generate
+    from torchtitan_lite.train import run as run_training
+    from torchtitan_lite.training.trainer import Trainer as Trainer
 
 __version__ = "0.3.0"
 

@@ -53,6 +53,9 @@ start_run, log_params, log_text, log_metrics, end_run = map(
 pytestmark = [pytest.mark.quick, pytest.mark.timeout(300)]
 
 
+# ----- examples -----
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_has_at_most_60_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 60

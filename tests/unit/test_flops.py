@@ -102,7 +102,8 @@ def test_ledger_counts_recomputed_modules_again_and_apart():
     def ledger(convention: Any = "palm", *recomputed: str) -> FlopsLedger:
         return count_flops(
             meta.model,
-            SMALL,
+            n_layers=SMALL.n_layers,
+            q_dim=SMALL.q_dim,
             seq_len=64,
             high_precision="bf16",
             float8_matmuls={w3: ("output", "grad_input")},

@@ -16,7 +16,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 RULE = (ROOT / "CONTRIBUTING.md").read_text().partition("## Floors\n")[2].partition("\n## ")[0]
 FLOORS = [set(re.findall(r"`(\w+)`", line)) for line in re.findall(r"^\d+\. .*$", RULE, re.M)]
 """Rooms, from the top floor to the ground."""
-SEE_THE_JOB = {"config", "planner", "tools", "train", "training"}
+SEE_THE_JOB = {"__init__", "config", "planner", "tools", "train", "training"}
 """Rooms that may handle the whole Config or Job. All others take a section or plain values."""
 LATE = {
     ("checkpoint.checkpointer", "checkpoint.hf_folder.load_hf"),
@@ -65,6 +65,8 @@ def floor(module: str) -> int:
 
 def allowed(module: str, target: str) -> bool:
     """Return whether `module` of the package may import `target` of the package."""
+    if module == "__init__":  # the library's names, of every floor
+        return True
     return room(module) == room(target) or floor(module) > floor(target)
 
 

@@ -26,7 +26,9 @@ from torchtitan_lite.config.keys import (
     ("model.rope_scaling", "object", "{factor, low_freq_factor, high_freq_factor, "
      "original_max_position_embeddings}", True, None),
     ("validation.dataset", "string", '"pystdlib"|"c4"|"c4_test"|"c4_validation"', True, None),
-    ("lr_scheduler.decay_type", "string", '"linear"|"sqrt"|"cosine"', False, "linear"),
+    ("lr_scheduler.decay_type", "string", '"linear"|"sqrt"|"cosine"|"module:name"', False,
+     "linear"),
+    ("metrics.writers", "array", 'array of "module:name"', False, []),
     ("training.datasets", "array", "array of {path, weight}", False, []),
     ("compile.components", "array", 'array of "model"|"loss"', False, ["model", "loss"]),
 ])  # fmt: skip
@@ -79,8 +81,7 @@ def test_help_documents_every_key_in_100_columns():
     assert max(map(len, page.splitlines())) <= 100
     options = [line.split()[0] for line in page.splitlines() if line.startswith("  --")]
     assert options == [f"--{name}" for name in KEYS]
-    decay = '  --lr_scheduler.decay_type "linear"|"sqrt"|"cosine" (default: "linear")\n      Shape'
-    assert decay in page
+    assert '"sqrt"|"cosine"|"module:name" (default: "linear")\n      Shape' in page
     assert "\n[training]\n  --training.dataset " in page
     assert "  --training.dataset_path string (default: unset)\n" in page
     assert "--job.config_file names" in page and 'base = "other.toml"' in page

@@ -49,5 +49,5 @@ def test_the_decays_of_the_table_are_the_choices_of_the_config() -> None:
     for decay_type, decay in DECAYS.items():
         assert LRSchedulerConfig(decay_type=decay_type).decay_type == decay_type
         assert decay(0.0) == 1 and decay(1.0) == pytest.approx(0)
-    with pytest.raises(ValueError, match="'linear', 'sqrt' or 'cosine'"):
+    with pytest.raises(ValueError, match="'linear', 'sqrt', 'cosine' or module:name"):
         LRSchedulerConfig(decay_type="step")

@@ -19,7 +19,9 @@ def defined_names() -> frozenset[str]:
     configs and scripts."""
     names = {"readme", "contributing"}
     helpers = [path for path in TESTS.rglob("*.py") if not path.name.startswith("test_")]
-    folders = [ROOT / name for name in ("torchtitan_lite", "scripts", "docs", "train_configs")]
+    folders = [
+        ROOT / name for name in ("torchtitan_lite", "scripts", "docs", "train_configs", "examples")
+    ]
     for path in (*helpers, *(path for folder in folders for path in folder.rglob("*.*"))):
         names |= {path.stem, path.name, path.parent.name}
         if path.suffix == ".py":

@@ -202,8 +202,8 @@ def test_the_last_converter_decides(word, enabled, recipe, filters):
     ("memory_estimation.enabled = true", r"\[memory_estimation] enabled = true .* it to false$"),
     ("fault_tolerance = {enable = true, group_size = 2}",
      r"\[fault_tolerance] enable = true .*MAX_RESTARTS.*; remove the key, or set it to false$"),
-    ('experimental.custom_import = "my.module"',
-     r'\[experimental] custom_import = "my.module" \(from run.toml\): .*, or set it to ""$'),
+    ('experimental.custom_args_module = "my.module"',
+     r'\[experimental] custom_args_module = "my.module" \(from run.toml\): .*, or set it to ""$'),
     ("quantize.linear.mx.recipe_name = 'mxfp4_cutlass'",
      r'\[mx] recipe_name = "mxfp4_cutlass" .*, as \[quantize.linear.mx] recipe_name\): .*, or set '
      'it to "mxfp8" or "mxfp8_cublas" or "mxfp8_cublas_rceil" or "mxfp8_emulated"$'),

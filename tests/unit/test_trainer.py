@@ -35,7 +35,7 @@ def test_trainer_gives_ranks_that_differ_in_cp_tp_or_pp_only_the_same_data(
 
     monkeypatch.setattr(trainer, "build_batches", note)
     job: Any = SimpleNamespace(degrees=degrees, config=None)
-    parts: Any = dict.fromkeys(("tokenizer", "run_folder", "resume", "watchdog"))
+    parts: Any = {"tokenizer": None, "watchdog": SimpleNamespace()}
     for rank in range(degrees.world_size):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=len(dp_ranks))
         with pytest.raises(StopIteration):

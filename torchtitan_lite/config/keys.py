@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan_lite.base.jsonfile import parse_toml
 
 from .sections import Config
-from .types import Section
+from .types import OUTSIDE, REFERENCE, Section
 
 INTRODUCTION = """\
 options: --job.config_file FILE.toml [--table.key value ...]
@@ -121,9 +121,12 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
 def _build_keys(table: str, section: type[Section]) -> Iterator[Key]:
     schema = section.model_json_schema()
     for name, field in schema["properties"].items():
-        value = field["anyOf"][0] if "anyOf" in field else field  # without `| None`
+        options = field.get("anyOf", [field])
+        value = options[0]
         kind, item = value.get("type", "object"), value.get("items", value)
-        choices = [item["const"]] if "const" in item else item.get("enum", item.get("examples", []))
+        choices = [item["const"]] if "const" in item else item.get("enum", [])
+        if REFERENCE in (each.get("pattern") for each in (*options, item)):
+            choices = [*choices, OUTSIDE]
         type_text = "|".join(map(show, choices))
         if "$ref" in item:  # a table, or a list of tables
             choices = list(schema["$defs"][item["$ref"].rpartition("/")[2]]["properties"])
@@ -137,7 +140,7 @@ def _build_keys(table: str, section: type[Section]) -> Iterator[Key]:
             kind=kind,
             type_text=type_text or kind,
             choices=choices,
-            optional=value is not field,
+            optional={"type": "null"} in options,
             default=field["default"],
             doc=" ".join(field["description"].split()),
         )

@@ -66,6 +66,7 @@ Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
 OUTSIDE = "module:name"
 """Stands for any object outside the package among the choices of a key."""
+REFERENCE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,9 @@ class OneOf:
 
     def check(self, value: str) -> str:
         """Return `value`. Raises ValueError if it is neither."""
-        if value not in self.names and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-            raise ValueError(f"must be one of {', '.join(self.examples)}")
+        if value not in self.names and not re.match(REFERENCE, value):
+            raise ValueError(f"must be {', '.join(map(repr, self.names))} or {OUTSIDE}")
         return value
-
-    @property
-    def examples(self) -> list[str]:
-        """What may be written, for messages and help."""
-        return [*self.names, OUTSIDE]
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -94,7 +90,9 @@ class OneOf:
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return {**handler(schema), "examples": self.examples}
+        outside = {"type": "string", "pattern": REFERENCE}
+        named = {"type": "string", "enum": [*self.names]}
+        return {"anyOf": [named, outside]} if self.names else outside
 
 
 DatasetName: TypeAlias = Literal[tuple(DATASETS)]  # type: ignore[valid-type]

@@ -136,6 +136,7 @@ class JsonlWriter(Writer):
         """Drop lines that are unfinished or after `resume_step` from the files in `folder`, each of
         which is replaced atomically."""
         self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
         self._files: dict[RecordKind, TextIO] = {}
         for kind in RECORDS:
             path = folder / f"{kind}.jsonl"
