@@ -28,6 +28,9 @@ BEFORE_START = [
     "--trainnig.steps 5",
     "training.steps=5",
     "--optimizer.lr=-1",
+    "--optimizer.name sgd",
+    "NGPU=2 --training.loss my_code:loss --parallelism.tensor_parallel_degree 2",
+    "--training.dataset my_code:batches --validation.enable",
     "--float8.recipe_name rowise",
     "--model.flavor 7B",
     "COMM_MODE=fake_backend",
@@ -63,6 +66,8 @@ BEFORE_START = [
 """Refused by the launcher within a second, before any process starts."""
 AT_START = [
     "--training.dataset c4",
+    "--training.loss my_code:loss",
+    "--training.loss posixpath:loss",
     "--training.dataset_path nowhere",
     "--training.dataset_path empty",
     "--training.dataset_path broken.jsonl",
