@@ -11,6 +11,7 @@ import transformers
 from sample_llamas import EACH_FAMILY, FAMILIES, build_hf
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
+import torchtitan_lite
 from torchtitan_lite.base.errors import CheckpointError, ConfigError, DataError, NumericError
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.cli import run_command
@@ -47,6 +48,14 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def loaded(folder):
     return load(folder)
+
+
+# ----- generate -----
+
+
+def test_generate_is_the_library_for_a_program(folder, loaded):
+    expected = continue_prompts(*loaded, PROMPTS, Sampling(5))
+    assert torchtitan_lite.generate(str(folder), PROMPTS, Sampling(5)) == expected
 
 
 # ----- continue_prompts, generate_tokens -----

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from torchtitan_lite.config import (
     outside_modules,
 )
 from torchtitan_lite.data.dataloader import OutsideBatches
+from torchtitan_lite.float8.convert import is_float8
 from torchtitan_lite.metrics.base_writer import Writer
 from torchtitan_lite.metrics.writers import build_writers
 from torchtitan_lite.models.loss import CrossEntropy, OutsideLoss
@@ -206,6 +208,47 @@ def test_build_writers_adds_those_from_outside(monkeypatch):
     run: Any = SimpleNamespace(rank=1, folder=Path())
     (writer,) = build_writers(metrics, run)
     assert isinstance(writer, Own) and writer.run is run
+
+
+# ----- convert_to_float8, count_flops, generate: for any program -----
+
+
+def other_model() -> torch.nn.Sequential:
+    """A model with other names and biases."""
+    names = {"stem": torch.nn.Linear(32, 64), "act": torch.nn.GELU()}
+    names |= {"lm_head": torch.nn.Linear(64, 48)}
+    return torch.nn.Sequential(OrderedDict(names))
+
+
+def test_convert_to_float8_and_count_flops_of_any_model():
+    model = other_model().bfloat16()
+    matmuls = torchtitan_lite.convert_to_float8(model, "rowwise_with_gw_hp", tokens=7)
+    assert matmuls == {"stem": ("output", "grad_input")}  # no float8 matmul sums over the tokens
+    assert is_float8(model.stem) and type(model.lm_head) is torch.nn.Linear
+
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    expected = other_model().bfloat16()
+    expected.load_state_dict(model.state_dict())
+    difference = (model(x) - expected(x)).float().norm() / expected(x).float().norm()
+    assert 0 < difference < 0.1
+    model(x).sum().backward()
+    assert model.stem.weight.grad is not None
+
+    ledger = torchtitan_lite.count_flops(
+        model, n_layers=1, q_dim=64, seq_len=10, float8_matmuls=matmuls
+    )
+    attention = 12 * 64 * 10
+    in_float8 = 4 * 32 * 64
+    assert ledger.by_precision["fp8"] == in_float8
+    assert ledger.total == 6 * (32 * 64 + 64 * 48) + attention
+
+
+def test_convert_to_float8_refuses_sizes():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 20))
+    with pytest.raises(ConfigError, match="out_features 20.*16"):
+        torchtitan_lite.convert_to_float8(model)
+    with pytest.raises(ConfigError, match="= 7 tokens"):
+        torchtitan_lite.convert_to_float8(other_model(), tokens=7)
 
 
 # ----- The library -----
