@@ -1,15 +1,11 @@
 """The command torchtitan-lite: its help, its hints, its exit codes, and configs by name."""
 
 import os
-import pty
 import re
-import select
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -170,57 +166,3 @@ def test_a_shipped_config_is_found_by_its_name(tmp_path, monkeypatch):
     Path("llama3_8b").write_text('[model]\nflavor = "1B"\n')  # a file comes first
     assert load_config(["--job.config_file", "llama3_8b"], world_size=8).model.flavor == "1B"
     assert find_config("elsewhere/llama3_8b") == Path("elsewhere/llama3_8b")
-
-
-# ----- completion -----
-
-
-def expect(terminal: int, text: str) -> None:
-    """Read what a terminal shows until it shows `text`."""
-    shown, end = "", time.monotonic() + 20
-    while text not in shown and time.monotonic() < end:
-        if select.select([terminal], [], [], 0.5)[0]:
-            shown += re.sub(
-                r"\x1b\[[?\d;]*[A-Za-z]|\x07|\r|\x08", "", os.read(terminal, 9999).decode()
-            )
-    assert text in shown
-
-
-SHELLS = {
-    "bash": ("bash --norc --noprofile -i", ":"),
-    "zsh": ("zsh -f -i", "autoload -U compinit; compinit -u -D"),
-}
-
-
-@pytest.mark.parametrize("name", SHELLS)
-def test_completion_in_a_real_shell(name, tmp_path):
-    script = run("completion", name)
-    assert (script.returncode, script.stderr) == (0, "")
-    if not shutil.which(name):
-        pytest.skip(f"there is no {name} here")
-
-    (tmp_path / "script").write_text(script.stdout)
-    (tmp_path / "some_run").mkdir()
-    terminal, end = pty.openpty()
-    streams = {"stdin": end, "stdout": end, "stderr": end}
-    env = os.environ | {"HOME": str(tmp_path), "TERM": "xterm", "PS1": "$ ", "COLUMNS": "200"}
-    shell, start = SHELLS[name]
-    process = subprocess.Popen(
-        shell.split(), cwd=tmp_path, env=env, start_new_session=True, **streams
-    )
-    try:
-        os.write(terminal, f'{start}; eval "$(cat script)"; echo rea$((1))dy\n'.encode())
-        expect(terminal, "rea1dy")
-        for line, word in (
-            ("torchtitan-lite pl", "plan"),
-            ("torchtitan-lite train --training.ste", "--training.steps"),
-            ("torchtitan-lite plan --model.flavor 40", "405B"),
-            ("torchtitan-lite train --job.config_file llama3_8b_f", "llama3_8b_float8"),
-            ("torchtitan-lite status some_r", "some_run/"),
-        ):
-            os.write(terminal, f"{line}\t".encode())
-            expect(terminal, word)
-            os.write(terminal, b"\x15")
-    finally:
-        process.kill()
-        process.wait()
