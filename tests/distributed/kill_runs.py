@@ -10,10 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from launching import ENV, ROOT
+from launching import ENV, ROOT, differing_tensors
 from processes import kill_tree, signal_tree
 
-from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.folders import (
     DRAFT_PREFIX,
     find_problems,
@@ -62,7 +61,7 @@ def kill_runs(
     ends = [step_folder(path / "checkpoint", last) for path in (killed, whole)]
     progress = [read_manifest(end).progress for end in ends]
     drafts = list((killed / "checkpoint").glob(f"{DRAFT_PREFIX}*"))
-    return found, progress[0] == progress[1] and not (compare(*ends) or drafts)
+    return found, progress[0] == progress[1] and not (differing_tensors(*ends) or drafts)
 
 
 def kill_once(command: list[str], folder: Path, moments: random.Random, *, in_save: bool) -> Kill:

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import warm
+
+from torchtitan_lite.checkpoint.reading import SafeReader
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).with_name("tiny.toml")
@@ -89,3 +92,18 @@ def told(output: str) -> Any:
     """Return the content of the one line of JSON in `output`."""
     (line,) = [line for line in output.splitlines() if line.startswith(("{", "[{"))]
     return json.loads(line)
+
+
+def differing_tensors(one: Path, other: Path) -> list[str]:
+    """Return the names of the tensors of two checkpoints that are not the same in every byte."""
+    states = [SafeReader(path).read_whole() for path in (one, other)]
+    assert states[0].keys() == states[1].keys()
+    contents = [
+        {name: (x.dtype, x.shape, x.flatten().view(torch.uint8)) for name, x in state.items()}
+        for state in states
+    ]
+    return [
+        name
+        for name, (dtype, shape, data) in contents[0].items()
+        if (dtype, shape) != contents[1][name][:2] or not torch.equal(data, contents[1][name][2])
+    ]

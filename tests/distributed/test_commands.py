@@ -73,7 +73,6 @@ BEFORE = {
 """What a page takes for done."""
 EXIT_CODES = {
     "./scripts/gpu_day.sh --out day": 2,  # it needs a GPU
-    "torchtitan-lite checkpoint diff outputs/saved/checkpoint/step-000000{20,40}": 1,
 }
 RESUMES = re.compile(r"^(.*?) +# resumes at step (\d+)$", re.M)
 """Commands whose comment promises what they log."""

@@ -1,4 +1,4 @@
-"""The command torchtitan-lite checkpoint: ls, verify and diff."""
+"""The command torchtitan-lite checkpoint: ls and verify."""
 
 import subprocess
 import sys
@@ -79,14 +79,3 @@ def test_verify_is_interrupted_by_ctrl_c(run, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         run_script(run_command)
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
-
-
-# ----- checkpoint diff -----
-def test_diff(tmp_path, checkpoint):
-    old, new = (write_checkpoint(tmp_path, step) for step in (10, 20))
-    assert checkpoint("diff", old, old) == (0, "0 tensors differ\n")
-    code, printed = checkpoint("diff", old, new)
-    assert (code, printed.splitlines()[-1]) == (1, "3 tensors differ")
-    assert "model.w: 12 of 12 elements differ, by 10 at most\n" in printed
-    with pytest.raises(CheckpointError, match="a is missing"):
-        checkpoint("diff", "a", new)

@@ -1,13 +1,11 @@
-"""List, verify and compare the checkpoints of runs.
+"""List and verify the checkpoints of runs.
 
   ls FOLDER        list the checkpoints of a run
   verify PATH...   read every byte of checkpoints and report damage
-  diff A B         print how the tensors of two differ
 
-FOLDER is a run folder or its folder of checkpoints. PATH, A and B are one of these or a step's
-folder; diff takes the newest checkpoint of a run.
+FOLDER is a run folder or its folder of checkpoints. PATH is one of these or a step's folder.
 
-Exit codes: 1 if two checkpoints differ, 4 if one is broken or missing, 7 if the disk fails.
+Exit codes: 4 if one is broken or missing, 7 if the disk fails.
 """
 
 import argparse
@@ -28,7 +26,7 @@ COLUMNS = ["step", "tokens", "written", "GiB", "ranks", "mesh", "float8", "state
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add ls, verify and diff."""
+    """Add ls and verify."""
     commands = parser.add_subparsers(dest="command", required=True)
     ls = commands.add_parser("ls", help="list the checkpoints of a run")
     ls.add_argument("folder", type=Path, help="run folder, or its folder of checkpoints")
@@ -38,10 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verify.add_argument("paths", type=Path, nargs="+", metavar="path", help=text)
     verify.add_argument("--quick", action="store_true", help="sizes only: do not read every byte")
 
-    diff = commands.add_parser("diff", help="print the differences; exit code 1 if there are any")
-    diff.add_argument("old", type=Path, metavar="A", help=text)
-    diff.add_argument("new", type=Path, metavar="B", help=text)
-
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen command and return the exit code."""
@@ -49,15 +43,7 @@ def run(args: argparse.Namespace) -> int:
         print(format_checkpoints(find_checkpoints(args.folder)))
         return 0
 
-    from torchtitan_lite.checkpoint.compare import compare  # torch takes seconds to import
-    from torchtitan_lite.checkpoint.reading import open_checkpoint
-
-    if args.command == "diff":
-        differences = compare(find_checkpoints(args.old)[-1], find_checkpoints(args.new)[-1])
-        for name, difference in differences.items():
-            print(f"{name}: {difference}")
-        print(f"{len(differences)} tensors differ")
-        return 1 if differences else 0
+    from torchtitan_lite.checkpoint.reading import open_checkpoint  # torch takes seconds to import
 
     code = 0
     for path in (path for each in args.paths for path in find_checkpoints(each)):

@@ -1,18 +1,15 @@
-"""Differences between checkpoints, and what a damaged one is found by."""
+"""Differences between configs and models, and what a damaged checkpoint is found by."""
 
-import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_checkpoints import small_tensors, write_checkpoint
+from sample_checkpoints import write_checkpoint
 
 from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.catalog.flavors import FLAVORS
-from torchtitan_lite.checkpoint.compare import compare
 from torchtitan_lite.checkpoint.manifest import (
     BrokenCheckpoint,
     TensorEntry,
@@ -50,53 +47,6 @@ def test_verify_finds_a_table_that_disagrees_with_the_manifest(tmp_path):
     write_manifest(path, replace(manifest, tensors={"model.w": manifest.tensors["model.w"]}))
     with pytest.raises(BrokenCheckpoint, match=r"^\.metadata: model\.b is not as in the manifest"):
         open_checkpoint(path, hashes=False)
-
-
-# ----- compare -----
-
-
-def test_compare_equal_checkpoints(tmp_path):
-    tensors = {**small_tensors(10), "model.n": torch.tensor([math.nan, 0.0])}
-    assert compare(*(write_checkpoint(tmp_path / id, 10, tensors) for id in ("a", "b"))) == {}
-
-
-def test_compare_finds_every_kind_of_difference(tmp_path):
-    old = {
-        "model.equal": torch.ones(3),
-        "model.gone": torch.ones(1),
-        "model.shape": torch.ones(2, 3),
-        "model.values": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
-        "model.zero": torch.tensor([0.0, 1.0]),
-        "model.nan": torch.tensor([1.0, math.nan], dtype=torch.bfloat16),
-    }
-    new = {
-        **old,
-        "model.shape": torch.ones(3, 2),
-        "model.values": torch.tensor([[1.0, 2.5], [3.0, 0.0]]),
-        "model.zero": torch.tensor([-0.0, 1.0]),
-        "model.nan": torch.tensor([math.nan, math.nan], dtype=torch.bfloat16),
-        "model.new": torch.tensor(1),
-    }
-    del new["model.gone"]
-    found = compare(write_checkpoint(tmp_path, 10, old), write_checkpoint(tmp_path, 20, new))
-    assert found == {
-        "model.gone": "float32 [1] -> missing",
-        "model.shape": "float32 [2, 3] -> float32 [3, 2]",
-        "model.values": "2 of 4 elements differ, by 4 at most",
-        "model.zero": "1 of 2 elements differ, by 0 at most",
-        "model.nan": "1 of 2 elements differ, by nan at most",
-        "model.new": "missing -> int64 []",
-    }
-
-
-@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp"])
-@pytest.mark.parametrize("which", [10, 20])
-def test_compare_names_the_broken_one(tmp_path, name, which):
-    paths = {step: write_checkpoint(tmp_path, step) for step in (10, 20)}
-    (paths[which] / name).unlink()
-    reason = f"step-000000{which} is broken: {name}: No such file"
-    with pytest.raises(CheckpointError, match=reason):
-        compare(paths[10], paths[20])
 
 
 # ----- config_changes -----
