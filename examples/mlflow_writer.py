@@ -24,7 +24,6 @@ class MLflowWriter(Writer):
         self._run_id = mlflow.start_run(run_id=known, run_name=run.folder.name).info.run_id
         id_file.write_text(self._run_id)
         if known is None:
-            mlflow.log_params(dict(run.hparams))
             mlflow.log_text(run.config_toml, "config.toml")
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -45,8 +45,8 @@ def note(name):
         return SimpleNamespace(info=SimpleNamespace(run_id="run 1"))
     return call
 
-start_run, log_params, log_text, log_metrics, end_run = map(
-    note, ["start_run", "log_params", "log_text", "log_metrics", "end_run"])
+start_run, log_text, log_metrics, end_run = map(
+    note, ["start_run", "log_text", "log_metrics", "end_run"])
 """,
 }
 

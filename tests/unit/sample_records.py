@@ -50,5 +50,5 @@ NO_RECORDS = [
 def written_run(folder: Path, **changes: Any) -> WrittenRun:
     """A new run on rank 0 without numerics."""
     run: dict[str, Any] = {"rank": 0, "total_steps": 30, "resume_step": 0, "has_numerics": False}
-    run |= {"config_toml": "[training]\nseq_len = 64\n", "hparams": {"lr": 8e-4}}
+    run |= {"config_toml": "[training]\nseq_len = 64\n"}
     return WrittenRun(folder=folder, **(run | changes))

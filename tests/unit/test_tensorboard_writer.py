@@ -11,12 +11,10 @@ from sample_records import NUMERICS, RECORD, SUMMARY, WEIGHT, written_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.custom_scalar import layout_pb2
-from tensorboard.plugins.hparams import plugin_data_pb2
 
 from torchtitan_lite.metrics.tensorboard_writer import TensorBoardWriter
 
 CONFIG_TOML = '[training]\nseq_len = 64\n\n[job]\ndescription = "```"\n'
-HPARAMS = {"lr": 8e-4, "settings": "rowwise, 8B, seq_len 64"}
 SECONDS = {"validation": 2.0, "checkpoint": 3.0, "compile": 4.0, "gc": 5.0, "profiling": 6.0}
 OUTSIDE = {"validation_loss": 5.5} | {f"{name}_s": each for name, each in SECONDS.items()}
 CURVES = {
@@ -45,13 +43,11 @@ CURVES = {
     "validation_metrics/global_avg_loss": 5.5,
     **{f"time_metrics/{name}_s": each for name, each in SECONDS.items()},
 }
-FINAL = {"loss": 5.25, "validation_loss": 5.75, "median_tps": 2340.5, "median_mfu": 41.0}
 
 
 def open_writer(folder: Path, **changes) -> TensorBoardWriter:
     """Open the writer of a new run, unless `changes` say otherwise."""
-    texts = {"config_toml": CONFIG_TOML, "hparams": HPARAMS}
-    run = written_run(folder, **(texts | changes))
+    run = written_run(folder, **({"config_toml": CONFIG_TOML} | changes))
     return TensorBoardWriter(run, folder=folder)
 
 
@@ -79,14 +75,6 @@ def read_layout(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:
     return {
         page.title: {chart.title: list(chart.multiline.tag) for chart in page.chart}
         for page in layout.category
-    }
-
-
-def read_hparams(events: EventAccumulator) -> dict[str, plugin_data_pb2.HParamsPluginData]:
-    contents = events.PluginTagToContent("hparams")
-    return {
-        tag.rpartition("/")[2]: plugin_data_pb2.HParamsPluginData.FromString(content)
-        for tag, content in contents.items()
     }
 
 
@@ -194,22 +182,6 @@ def test_layout_draws_every_curve_of_a_page(tmp_path):
     }
 
 
-def test_outcome_and_hparams_of_runs_can_be_compared(tmp_path):
-    open_writer(tmp_path).close(SUMMARY)
-    hparams = read_hparams(read_events(tmp_path))
-    assert hparams.keys() == {"experiment", "session_start_info", "session_end_info"}
-    metrics = hparams["experiment"].experiment.metric_infos
-    assert [metric.name.tag for metric in metrics] == [f"z_final/{name}" for name in FINAL]
-    start = hparams["session_start_info"].session_start_info.hparams
-    values = {name: getattr(value, value.WhichOneof("kind")) for name, value in start.items()}
-    assert values == HPARAMS
-    final = {f"z_final/{name}": [(12, value)] for name, value in FINAL.items()}
-    assert read_curves(tmp_path) == final
-    single = tmp_path / "single"
-    open_writer(single).close(replace(SUMMARY, tps=None, mfu=None, validation=None))
-    assert read_curves(single) == {"z_final/loss": [(12, 5.25)]}
-
-
 @pytest.mark.parametrize(
     "summary", [None, replace(SUMMARY, last=replace(RECORD, step=10))], ids=["crashed", "stopped"]
 )
@@ -230,11 +202,9 @@ def test_each_step_and_text_is_there_once_after_a_resume(tmp_path, summary):
 
     events, curves = read_events(tmp_path), read_curves(tmp_path)
     assert curves["loss_metrics/global_avg_loss"] == [(step, float(step)) for step in range(1, 9)]
-    assert curves["z_final/loss"] == [(8, 5.25)]
     counts = [Counter(step for step, _ in points) for points in curves.values()]
     assert {count for each in counts for count in each.values()} == {1}
     assert list(read_layout(events)) == ["run"]
     texts = events.Tensors("config/text_summary")
     assert [text.step for text in texts] == [0, 6]
     assert f"```toml\n{CONFIG_TOML}\n```" in texts[1].tensor_proto.string_val[0].decode()
-    assert read_hparams(events).keys() == {"experiment", "session_start_info", "session_end_info"}

@@ -1,6 +1,6 @@
 """Job: the facts of a run, each derived once from its config."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan_lite.base.errors import ConfigError
@@ -87,23 +87,6 @@ class Job:
             f"{batch.global_batch_size} x {self.config.training.seq_len} tokens in "
             f"{batch.grad_accum_steps} microbatches a rank"
         )
-
-    def hparams(self) -> dict[str, float | str]:
-        """Return the settings worth comparing between runs, for TensorBoard: all but the learning
-        rate as one text, since its table has no room for more columns beside the outcome."""
-        config, float8 = self.config, self.config.float8
-        degrees = asdict(self.degrees)
-        settings = [
-            float8.recipe_name if float8.enable_float8_linear else "no float8",
-            "float8 all-gather" if float8.enable_fsdp_float8_all_gather else "",
-            self.model_name,
-            f"seq_len {config.training.seq_len}",
-            f"batch {self.batch.global_batch_size} (local {self.batch.local_batch_size})",
-            " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1),
-            f"AC {config.activation_checkpoint.label}",
-            "compile" if config.compile.enable else "",
-        ]
-        return {"lr": config.optimizer.lr, "settings": ", ".join(filter(None, settings))}
 
 
 def build_job(config: Config, *, world_size: int, tokenizer: TokenizerValues) -> Job:

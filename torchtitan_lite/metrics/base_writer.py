@@ -19,8 +19,6 @@ class WrittenRun:
     resume_step: int
     """The step after which the run goes on; 0: a new run."""
     config_toml: str
-    hparams: Mapping[str, float | str]
-    """Values by which runs are compared; each run has the same names."""
     has_numerics: bool
     """Whether the casts to float8 are measured."""
 

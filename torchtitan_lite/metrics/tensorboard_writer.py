@@ -1,4 +1,4 @@
-"""TensorBoard curves and pages, generated texts, the config, and values to compare runs by."""
+"""TensorBoard curves and pages, generated texts, and the config."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -75,17 +75,6 @@ class TensorBoardWriter(Writer):
         self._curves.flush()
 
     def close(self, summary: Summary | None) -> None:
-        """Write the outcome and the values to compare runs by, if the run has ended."""
-        if summary is not None:
-            from torch.utils.tensorboard.summary import hparams
-
-            # SummaryWriter.add_hparams would write a second file, whose place among the others by
-            # its name may be before this one, which then drops its points.
-            outcome = {f"z_final/{name}": value for name, value in summary.outcome().items()}
-            for part in hparams(dict(self._run.hparams), outcome):
-                self._curves.file_writer.add_summary(part)
-            for tag, value in outcome.items():
-                self._curves.add_scalar(tag, value, summary.last.step)
         self.flush()
         self._curves.close()
 
