@@ -48,7 +48,7 @@ NO_RECORDS = [
 
 
 def written_run(folder: Path, **changes: Any) -> WrittenRun:
-    """A new run on rank 0 without numerics."""
-    run: dict[str, Any] = {"rank": 0, "total_steps": 30, "resume_step": 0, "has_numerics": False}
+    """A new run on rank 0."""
+    run: dict[str, Any] = {"rank": 0, "total_steps": 30, "resume_step": 0}
     run |= {"config_toml": "[training]\nseq_len = 64\n"}
     return WrittenRun(folder=folder, **(run | changes))

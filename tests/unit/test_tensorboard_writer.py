@@ -1,16 +1,13 @@
 """What TensorBoard reads from the files of a run."""
 
 import math
-import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sample_records import NUMERICS, RECORD, SUMMARY, WEIGHT, written_run
+from sample_records import NUMERICS, RECORD, SUMMARY, written_run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.compat.proto import summary_pb2
-from tensorboard.plugins.custom_scalar import layout_pb2
 
 from torchtitan_lite.metrics.tensorboard_writer import TensorBoardWriter
 
@@ -68,21 +65,6 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def read_layout(events: EventAccumulator) -> dict[str, dict[str, list[str]]]:
-    """Tags of each chart of each page, as TensorBoard reads them: from the first layout."""
-    event = events.Tensors("custom_scalars__config__")[0]
-    layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
-    return {
-        page.title: {chart.title: list(chart.multiline.tag) for chart in page.chart}
-        for page in layout.category
-    }
-
-
-def drawn(events: EventAccumulator, pattern: str) -> list[str]:
-    """Tags that a curve of a chart shows."""
-    return [tag for tag in events.Tags()["scalars"] if re.match(pattern, tag)]
-
-
 # ----- TensorBoardWriter -----
 
 
@@ -92,40 +74,8 @@ def test_tags(tmp_path):
     writer.write(replace(RECORD, **optional))
     writer.write_scalars(12, OUTSIDE)
     writer.flush()
-    curves = read_curves(tmp_path)
-    own = {tag: points for tag, points in curves.items() if not tag.startswith("z_pages")}
-    assert own == {tag: [(12, pytest.approx(value))] for tag, value in CURVES.items()}
-    for name, tag in {
-        "z_pages/tps": "throughput(tps)",
-        "z_pages/hfu": "utilisation/hfu(%)",
-        "z_pages/mfu_documents": "mfu_documents(%)",
-        "z_pages/step_time_s": "time_metrics/end_to_end(s)",
-    }.items():
-        assert curves[name] == curves[tag]
-
-
-def test_the_first_point_of_a_curve_has_its_description(tmp_path):
-    writer = open_writer(tmp_path)
-    writer.write(RECORD)
-    writer.write(replace(RECORD, step=13))
-    writer.write_numerics(12, NUMERICS)
-    writer.flush()
-    events = read_events(tmp_path)
-    for tag, description in {
-        "mfu_bf16_peak(%)": "utilisation, all FLOPs at the bf16 peak (%)",
-        "z_pages/mfu_bf16_peak": "utilisation, all FLOPs at the bf16 peak (%)",
-        "grad_norm": "norm of the gradient before clipping",
-        "n_epochs/pystdlib": "passes over each store of the training data, by its name, which "
-        "ends the tag (passes)",
-        "z_float8/amax/weight/output": "largest magnitude",
-    }.items():
-        metadata = events.SummaryMetadata(tag)
-        assert metadata.summary_description == description
-        # The server of TensorBoard takes the metadata as they are only with both of these.
-        assert metadata.plugin_data.plugin_name == "scalars"
-        assert metadata.data_class == summary_pb2.DATA_CLASS_SCALAR
-    (file,) = tmp_path.iterdir()
-    assert file.read_bytes().count(b"norm of the gradient") == 1
+    found = read_curves(tmp_path)
+    assert found == {tag: [(12, pytest.approx(value))] for tag, value in CURVES.items()}
 
 
 def test_tags_of_casts(tmp_path):
@@ -152,36 +102,6 @@ def test_samples_are_on_the_text_page(tmp_path):
     assert b"**def**\n\n```text\n main4" in written[1].tensor_proto.string_val[0]
 
 
-def test_layout_draws_every_curve_of_a_page(tmp_path):
-    writer = open_writer(tmp_path, has_numerics=True)
-    writer.write(replace(RECORD, mfu_fp8_peak=7.0, mfu_documents=30.5))
-    writer.write_scalars(12, OUTSIDE)
-    casts = dict.fromkeys(("input", "weight", "grad_output"), WEIGHT)
-    writer.write_numerics(12, {"attention.wo": casts, "feed_forward.w2": casts})
-    writer.flush()
-    events = read_events(tmp_path)
-    pages = read_layout(events)
-    assert list(pages) == ["run", "float8"]
-
-    kinds = ("attention.wo", "feed_forward.w2")
-    assert [drawn(events, pattern) for (pattern,) in pages.pop("float8").values()] == [
-        [f"z_float8/{figure}/{role}/{kind}" for kind in kinds]
-        for figure in ("sqnr_db", "underflow")
-        for role in ("input", "weight", "grad_output")
-    ]
-
-    charts = [chart for page in pages.values() for chart in page.values()]
-    found = [drawn(events, pattern) for patterns in charts for pattern in patterns]
-    assert {len(tags) for tags in found} == {1}
-    mfu = ("mfu_documents", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_achievable", "hfu")
-    assert {tag for (tag,) in found} == {
-        *(f"loss_metrics/global_{kind}_loss" for kind in ("avg", "max")),
-        *("validation_metrics/global_avg_loss", "z_pages/tps", "z_pages/mfu", "tflops"),
-        *(f"z_pages/{name}" for name in (*mfu, "memory_gib", "step_time_s", "data_time_s")),
-        *(f"time_metrics/{name}_s" for name in SECONDS),
-    }
-
-
 @pytest.mark.parametrize(
     "summary", [None, replace(SUMMARY, last=replace(RECORD, step=10))], ids=["crashed", "stopped"]
 )
@@ -204,7 +124,6 @@ def test_each_step_and_text_is_there_once_after_a_resume(tmp_path, summary):
     assert curves["loss_metrics/global_avg_loss"] == [(step, float(step)) for step in range(1, 9)]
     counts = [Counter(step for step, _ in points) for points in curves.values()]
     assert {count for each in counts for count in each.values()} == {1}
-    assert list(read_layout(events)) == ["run"]
     texts = events.Tensors("config/text_summary")
     assert [text.step for text in texts] == [0, 6]
     assert f"```toml\n{CONFIG_TOML}\n```" in texts[1].tensor_proto.string_val[0].decode()

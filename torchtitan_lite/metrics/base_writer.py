@@ -19,8 +19,6 @@ class WrittenRun:
     resume_step: int
     """The step after which the run goes on; 0: a new run."""
     config_toml: str
-    has_numerics: bool
-    """Whether the casts to float8 are measured."""
 
 
 class Writer:

@@ -199,7 +199,6 @@ def build_metrics(
         total_steps=total_steps,
         resume_step=progress.step,
         config_toml=job.config.to_toml(),
-        has_numerics=config.float8.log_numerics_freq > 0,
     )
     writers: list[Writer] = []
     on_all_ranks(lambda: writers.extend(build_writers(config.metrics, run)))
