@@ -694,8 +694,6 @@ def test_the_agent_listens_on_loopback_and_ends_with_a_launcher_that_is_killed(t
     assert (listening(process.pid), listening(agent)) == ([], ["127.0.0.1"])
     links = [path.readlink() for path in Path(f"/proc/{worker}/fd").iterdir()]
     assert [str(link) for link in links if "socket" in str(link)] == []  # its agent's may end
-    shown = Path(f"/proc/{worker}/cmdline").read_text().rstrip("\0").split("\0")
-    assert shown[:3] == ["python", "-m", "worker"]
     process.kill()
     assert process.stdout.read() == ""  # once the agent and its worker are gone
     process.communicate()

@@ -28,12 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from torchtitan_lite.base.errors import ConfigError, RankLostError, RunError
 from torchtitan_lite.patches import allow_long_saves, fork_workers, spare_compilers
 
-from .forked import (
-    ForkedProcess,
-    close_all_but_standard_streams,
-    name_process,
-    set_streams,
-)
+from .forked import ForkedProcess, close_all_but_standard_streams, set_streams
 from .signals import REPEAT_SECONDS
 
 MODULE = "torchtitan_lite.train"
@@ -174,7 +169,6 @@ def start_worker(
         close_all_but_standard_streams()
         os.environ.update(env)
         sys.argv = [MODULE, *words]
-        name_process(["python", "-m", *sys.argv])
         gc.freeze()  # later collections scan only objects made after the imports
         gc.enable()
         del os.environ[NVML_CHECK]

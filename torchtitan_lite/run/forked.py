@@ -1,14 +1,13 @@
 """Processes that are forked, so that they have what was imported before: the launcher forks the
 agent, and the agent the workers."""
 
-import ctypes
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from subprocess import TimeoutExpired
@@ -99,15 +98,3 @@ def close_all_but_standard_streams() -> None:
         if int(descriptor.name) > 2:
             with suppress(OSError):  # that of the folder itself is closed already
                 os.close(int(descriptor.name))
-
-
-def name_process(words: Sequence[str]) -> None:
-    """Show `words` as the command line of this process in ps and top, as far as there is room:
-    write over those that it was started with."""
-    with suppress(OSError, ValueError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
-        if 0 < start < end:  # some sandboxes tell nothing
-            line = "\0".join(words).encode()[: end - start - 1]
-            ctypes.memset(start, 0, end - start)
-            ctypes.memmove(start, line, len(line))

@@ -27,7 +27,7 @@ from torchtitan_lite.base.terminal import clean
 from torchtitan_lite.config import load_config
 
 from .compiler_checks import check_compiler
-from .forked import ForkedProcess, name_process, set_streams
+from .forked import ForkedProcess, set_streams
 from .run_folder import Status, explained, job_name, read_status, take_lock, time_name, write_status
 from .signals import REPEAT_SECONDS, StopSignal
 
@@ -208,7 +208,6 @@ def run_agent(task: Mapping[str, Any], env: Mapping[str, str], *, log: Path) -> 
     def run() -> None:
         with log.open("wb") as stderr:
             set_streams(1, stderr.fileno())
-        name_process(["torchtitan-lite", "agent"])
         os.environ.update(env)
         gc.disable()  # imports create many permanent objects; scanning them again wastes time
         start_agent({**task, "launcher": launcher, "terminal": terminal, "failure": failure})
