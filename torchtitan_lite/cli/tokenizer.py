@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     text = "a folder, a file, hf:DATASET, or pystdlib: see data --help"
     parser.add_argument("source", type=path_text, metavar="SOURCE", help=text)
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="model file to write")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="file to write: x.model")
     size = partial(number, least=4, most=2**31 - 1)
     parser.add_argument("size", type=size, metavar="SIZE", help="number of ids")
     text = "field of rows that holds the text (default: text)"
@@ -28,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Train the tokenizer. Raises RunError."""
-    source = open_source(args.source, text_field=args.text_field)
     output, size = args.output, args.size
-    if source.reads(output):
-        problem = f"would be text of SOURCE = {args.source}; name another, such as x.model"
-        raise ConfigError(f"OUTPUT = {output} {problem}")
+    if output.suffix != ".model":
+        rule = "must end in .model, so that nothing reads it as text"
+        raise ConfigError(f"OUTPUT = {output} {rule}; rename it")
+    source = open_source(args.source, text_field=args.text_field)
     train_tokenizer(source.documents(), vocab_size=size, output=output, overwrite=args.force)
     print(f"{output}: {size} ids, {output.stat().st_size} bytes")

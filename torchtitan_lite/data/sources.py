@@ -51,8 +51,6 @@ class Source:
     chunks: Callable[[], Iterable[Chunk]]
     fingerprint_now: Callable[[], str]
     """Return what changes with the text, as far as names, sizes and modification times show."""
-    text_bytes: Callable[[], int | None] = lambda: None  # None: only reading all would tell
-    reads: Callable[[Path], bool] = lambda path: False  # True also of one that is not there yet
 
     def __post_init__(self) -> None:
         self.fingerprint = self.fingerprint_now()
@@ -92,9 +90,7 @@ def build_source(name: str, dataset: NamedDataset) -> Source:
             others = sum(not _is_read(path, dataset) for path in _all_files(root, dataset))
     if others:
         logger.warning(f"{root}: {others:,} files are not read: they are no {KINDS}; {OTHERS}")
-    of = root, dataset
-    calls = partial(_chunks, *of), partial(_hash, *of), partial(_text_bytes, *of)
-    return Source(name, *calls, partial(_reads, *of))
+    return Source(name, partial(_chunks, root, dataset), partial(_hash, root, dataset))
 
 
 def _is_read(path: Path, dataset: NamedDataset) -> bool:
@@ -143,19 +139,6 @@ def _hash(root: Path, dataset: NamedDataset) -> str:
         problem = f"holds 0 files of {KINDS} that are not hidden; name another"
         raise DataError(f"{root}: {problem}; {OTHERS}")
     return digest.hexdigest()
-
-
-def _text_bytes(root: Path, dataset: NamedDataset) -> int | None:
-    """Return the size of files that are nothing but text; None if one is JSON or compressed."""
-    sizes = {path: status.st_size for path, status in _files(root, dataset)}
-    plain = all(TEXT_KINDS.get(path.suffix.lower()) is read_text for path in sizes)
-    return sum(sizes.values()) if plain else None
-
-
-def _reads(root: Path, dataset: NamedDataset, path: Path) -> bool:
-    same = path.exists() and any(path.samefile(file) for file, _ in _files(root, dataset))
-    within = Path(os.path.realpath(root)) in Path(os.path.realpath(path)).parents
-    return same or (within and _is_read(path, dataset))
 
 
 def _chunks(root: Path, dataset: NamedDataset) -> Iterator[Chunk]:

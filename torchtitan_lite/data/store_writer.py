@@ -164,8 +164,7 @@ class UnfinishedStore:
     def complete(self, source: Source, tokenizer: Tokenizer, max_tokens: int) -> None:
         """Write the shards of the remaining chunks, and turn all into a store. Removes them, and
         raises DataError, if they hold no document or the text has changed."""
-        total = None if self.manifest.shards or max_tokens < sys.maxsize else source.text_bytes()
-        with progress(f"tokenizing {source.name}", total) as self._bar:
+        with progress(f"tokenizing {source.name}", None) as self._bar:
             for number, chunk in enumerate(source.chunks()):
                 if number >= len(self.manifest.shards) and self.manifest.tokens < max_tokens:
                     self._write_shard(chunk, tokenizer, room=max_tokens - self.manifest.tokens)
