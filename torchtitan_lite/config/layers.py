@@ -12,7 +12,7 @@ from torchtitan_lite.base.jsonfile import parse_toml, read_toml
 from torchtitan_lite.base.logger import logger
 
 from .keys import KEYS, Key, closest, did_you_mean, show, show_key
-from .torchtitan import CONVERTERS, FOREIGN, INSTEAD, MOVED, UNREAD, current_name, find_foreign
+from .torchtitan import CONVERTERS, FOREIGN, MOVED, UNREAD, current_name, find_foreign
 from .types import expand_user
 
 CONFIG_FILE = "job.config_file"
@@ -196,9 +196,9 @@ def resolve_foreign(settings: Layer) -> list[str]:
         if values is None or show(setting.value) in shown:
             unused.append(name)
         else:
-            hint = INSTEAD.get(find_foreign(name, INSTEAD) or "", "docs/torchtitan.md")
             other = f", or set it to {' or '.join(shown)[:200]}" if shown else ""
-            problems.append(f"{setting.cite(name)}: is not offered ({hint}); remove the key{other}")
+            rule = "is not offered (docs/torchtitan.md); remove the key"
+            problems.append(f"{setting.cite(name)}: {rule}{other}")
     if unused:
         logger.info(f"no effect here (docs/torchtitan.md): {', '.join(map(show_key, unused))}")
     return problems

@@ -1,6 +1,5 @@
 """Keys of torchtitan, from before v0.1.0 to v0.2.2, and former ones of ours, that are not here."""
 
-from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from .keys import KEYS
@@ -92,27 +91,11 @@ FOREIGN: dict[str, tuple[object, ...] | None] = {
 }
 """Patterns of keys without a counterpart here, with the values that load: they ask for what happens
 here: ANY, or a tuple (with lists as text too). The first match counts."""
-INSTEAD = {
-    "*.custom_*": "[experimental] custom_import imports a module, and keys cannot be added",
-    "optimizer.early_step_in_backward": '[optimizer] state_dtype = "bfloat16" saves memory too',
-    "parallelism.pipeline_parallel_schedule_csv": "[parallelism] pipeline_parallel_schedule is one",
-    "parallelism.pipeline_parallel_microbatches": (
-        "[parallelism] pipeline_parallel_microbatch_size sets their size"
-    ),
-    "checkpoint.create_seed_checkpoint": "weights are the same in every layout without one",
-    "checkpoint.initial_load_in_hf_quantized": "name a model in bfloat16",
-    "activation_checkpoint.per_op_sac_force_*": "[activation_checkpoint] mode has other policies",
-    "comm.mode": "the command plan needs no processes",
-    "memory_estimation.enable*": "the command plan estimates memory",
-    "fault_tolerance.*": "the environment variable MAX_RESTARTS restarts a run",
-    "debug.deterministic_warn_only": "[debug] deterministic ends a run that is not",
-}
-"""What to use instead of such a key, or what happens without it, by pattern."""
 
 
-def find_foreign(name: str, patterns: Iterable[str] = FOREIGN) -> str | None:
-    """Return the first of `patterns` that a key's dotted name matches."""
-    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+def find_foreign(name: str) -> str | None:
+    """Return the first pattern of FOREIGN that a key's dotted name matches."""
+    return next((pattern for pattern in FOREIGN if fnmatchcase(name, pattern)), None)
 
 
 def current_name(name: str) -> str:
