@@ -134,10 +134,6 @@ def cut_off(path: str) -> None:
     os.truncate(path, 0)
 
 
-def touch(path: str) -> None:
-    Path(path).touch()
-
-
 def gather_in_high_precision() -> None:
     """Let tensor parallelism recognize no linear as tensorwise float8."""
     tensor_parallel.gathers_float8 = lambda module: False

@@ -186,15 +186,6 @@ def test_each_step_is_recorded_once_also_after_a_crash(tmp_path: Path) -> None:
     assert [point.value for point in points] == pytest.approx(values(folder, "loss"), rel=1e-6)
 
 
-# ----- save_requested -----
-def test_a_file_asks_for_a_save_and_the_newest_are_kept(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    touch = fault("touch", "forward 4", 0, path=f"{folder}/SAVE")
-    finish(folder, f"{STEPS}=8", f"{INTERVAL}=3", "--checkpoint.keep_latest_k=3", faults=[touch])
-    assert checkpoints(folder) == step_names(5, 6, 8)
-    assert not (folder / "SAVE").exists()
-
-
 # ----- last_save_model_only, initial_load_path -----
 def test_a_run_that_ended_with_weights_alone_goes_on_from_an_earlier_step(
     straight: Path, tmp_path: Path

@@ -132,7 +132,6 @@ def test_rules_with_numbers(world_size, toml, pattern):
 
 @pytest.mark.parametrize("toml", [
     *(f'checkpoint.folder = "{folder}"' for folder in ("/tmp/x", "../x", "a/../../x", "tb/c")),
-    'checkpoint.folder = "SAVE"',
     'comm.save_traces_folder = "profile_traces"',
     'metrics.save_tb_folder = "logs/tb"',
 ])  # fmt: skip

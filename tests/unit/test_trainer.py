@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan_lite.checkpoint.checkpointer import Checkpointer
-from torchtitan_lite.config import CheckpointConfig, Config, ParallelDegrees, ValidationConfig
+from torchtitan_lite.config import Config, ParallelDegrees, ValidationConfig
 from torchtitan_lite.parallel.mesh import Groups
 from torchtitan_lite.training import trainer
 
@@ -59,15 +58,3 @@ def test_trainer_makes_no_samples_without_validation():
     tokenizer: Any = None  # a prompt would need one
     trainer.Trainer.build_optional(run, tokenizer)
     assert run.samples is None
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_save_requested_removes_the_request_and_is_true_where_checkpoints_are_on(
-    enabled, tmp_path, notices
-):
-    saver: Any = SimpleNamespace(saves=enabled, _settings=CheckpointConfig())
-    assert Checkpointer.save_requested(saver, tmp_path) is False
-    (tmp_path / "SAVE").touch()
-    assert Checkpointer.save_requested(saver, tmp_path) is enabled
-    assert not (tmp_path / "SAVE").exists()
-    assert ("SAVE asks for a save: [checkpoint] enable = false" in notices.text) is not enabled

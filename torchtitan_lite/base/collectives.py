@@ -29,21 +29,21 @@ def on_all_ranks(make: Callable[[], T], *, group: dist.ProcessGroup | None = Non
 
 
 def agree(
-    *, stop: int, save: bool, error: RunError | None, figures: Sequence[float] = ()
-) -> tuple[int, bool, Tensor]:
-    """Return the highest signal number `stop` of all ranks (0: none), whether a rank wants to save,
-    and all ranks' `figures`, as many and not negative, [ranks, figures] float64. If a rank has an
-    `error`, it is raised on every rank, as in `on_all_ranks`."""
+    *, stop: int, error: RunError | None, figures: Sequence[float] = ()
+) -> tuple[int, Tensor]:
+    """Return the highest signal number `stop` of all ranks (0: none), and all ranks' `figures`, as
+    many and not negative, [ranks, figures] float64. If a rank has an `error`, it is raised on every
+    rank, as in `on_all_ranks`."""
     # The largest value of each place, and only its own rank puts figures into a row.
     rows = torch.zeros(dist.get_world_size(), len(figures), dtype=torch.float64)
     rows[dist.get_rank()] = torch.tensor(figures, dtype=torch.float64)
-    flags = torch.tensor([stop, save, error is not None], dtype=torch.float64)
+    flags = torch.tensor([stop, error is not None], dtype=torch.float64)
     shared = torch.cat([flags, rows.flatten()])
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    highest, saves, failed = shared[:3].tolist()
+    highest, failed = shared[:2].tolist()
     if failed:
         _gather(error)
-    return int(highest), bool(saves), shared[3:].view_as(rows)
+    return int(highest), shared[2:].view_as(rows)
 
 
 def _outcome(make: Callable[[], Any]) -> Any:

@@ -7,8 +7,6 @@ RecordKind = Literal["metrics", "validation", "numerics", "samples"]
 of the model."""
 RECORDS: tuple[RecordKind, ...] = get_args(RecordKind)
 WANDB_FOLDER = "wandb"
-SAVE_REQUEST = "SAVE"
-"""A file of this name asks a run for a save after the step, and is removed."""
-RUN_FILES = {"config.toml", "status.json", ".lock", "logs", "previous", WANDB_FOLDER, SAVE_REQUEST}
+RUN_FILES = {"config.toml", "status.json", ".lock", "logs", "previous", WANDB_FOLDER}
 RUN_FILES |= {f"{name}.jsonl" for name in RECORDS}
 """Names in the run folder that every run uses and that no key can choose."""

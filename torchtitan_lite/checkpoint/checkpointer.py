@@ -27,7 +27,6 @@ from torchtitan_lite.base.files import hash_file
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.flavors import ModelArgs
-from torchtitan_lite.catalog.run_files import SAVE_REQUEST
 from torchtitan_lite.config import CheckpointConfig
 
 from . import folders
@@ -152,16 +151,6 @@ class Checkpointer:
         """Whether `step` ends with a save."""
         first = step == 1 and self._settings.enable_first_step_checkpoint
         return self.saves and (first or last or step % self._settings.interval == 0)
-
-    def save_requested(self, run_folder: Path) -> bool:
-        """Whether the run folder has a file SAVE. Removes it. Not collective."""
-        request = run_folder / SAVE_REQUEST
-        if not request.is_file():
-            return False
-        request.unlink(missing_ok=True)
-        why = "" if self.saves else ": [checkpoint] enable = false or load_only = true"
-        logger.info(f"{request} asks for a save{why}")
-        return self.saves
 
     def save(self, progress: TrainingProgress, *, last: bool) -> None:
         """Save the state after a step. With async_mode, wait for the previous save and start this

@@ -28,14 +28,14 @@ from torchtitan_lite.base.errors import (
 from torchtitan_lite.base.files import DISK_FULL, lock_file, replace_file, storage_fix
 from torchtitan_lite.base.jsonfile import Count, read_regular, strict_json
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.catalog.run_files import RUN_FILES, SAVE_REQUEST
+from torchtitan_lite.catalog.run_files import RUN_FILES
 
 STATUS_FILE = "status.json"
 RESTARTED = {RunError.exit_code, RankLostError.exit_code, StorageError.exit_code}
 """Exit codes after which torchrun's restart makes sense. After others the run would fail again, or
 the user has stopped it."""
 LOCK_FILE = ".lock"
-STAYS = {LOCK_FILE, SAVE_REQUEST, "logs", "previous"}
+STAYS = {LOCK_FILE, "logs", "previous"}
 """Of RUN_FILES, what a later run does not move."""
 LOCK_SECONDS = 10.0  # how long a new run waits: workers of a killed agent take seconds to end
 

@@ -75,7 +75,7 @@ class Trainer:
             resume.check_can_train(last_step=self.batches.last_step)
         self.step = self.saved_step = progress.step
         self.first_step, self.last_step = progress.step + 1, self.batches.last_step
-        self.tokens, self.save_wanted = progress.tokens, False
+        self.tokens = progress.tokens
 
         # Model, optimizer, the checkpoint in both, and the guard.
         self.built, self.optimizer, self.checkpointer = build_loaded_model(
@@ -198,7 +198,7 @@ class Trainer:
         self.step = step
 
         # Validation and checkpoint. A step's record is on disk before its checkpoint.
-        saves = self.checkpointer.due(step, last=last) or self.save_wanted
+        saves = self.checkpointer.due(step, last=last)
         if saves or last:
             self.metrics.settle()
             if error := self.metrics.skips_error(config.training.max_consecutive_skips):
@@ -290,17 +290,15 @@ class Trainer:
         except RunError as caught:
             error = caught
 
-        # Agree whether to save, and to go on: otherwise ranks would wait for one that has left.
+        # Agree whether to go on: otherwise ranks would wait for one that has left.
         self.watchdog.at(self.step + 1, "agreement")
         max_skips = self.config.training.max_consecutive_skips
         error = error or self.checkpointer.failure() or self.metrics.skips_error(max_skips)
         stop = self.watchdog.stop_requested()
-        save = self.run_folder is not None and self.checkpointer.save_requested(self.job.folder)
         times = self.metrics.own_times()
-        stop, save, rank_times = agree(stop=stop, save=save, error=error, figures=times)
+        stop, rank_times = agree(stop=stop, error=error, figures=times)
         if self.metrics.stage_times is not None:
             self.metrics.stage_times.exchanged(rank_times)
-        self.save_wanted |= save
         if stop:
             raise Stopped(self.watchdog.stop_cause(stop))
 
@@ -335,7 +333,7 @@ class Trainer:
         on_rank0(lambda: None if folder is None else folder.check_is_ours(step=self.step))
         with self.metrics.outside_step("checkpoint", step=self.step):
             self.checkpointer.save(self.progress(), last=self.step == self.last_step)
-        self.saved_step, self.save_wanted = self.step, False
+        self.saved_step = self.step
 
     def progress(self) -> TrainingProgress:
         """Return the progress to store in a checkpoint of the last finished step."""
