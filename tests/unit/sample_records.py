@@ -11,7 +11,7 @@ from torchtitan_lite.metrics.summary import Summary
 RECORD = StepRecord(
     step=12, tokens=49152, epochs={"pystdlib": 0.75}, lr=8e-4, skipped_steps=0, time=1.7e9,
     loss=5.43211, loss_max=5.9, grad_norm=1.2345, tps=2345.4, sequences_per_s=2.34, tflops=0.0812,
-    mfu=41.24, mfu_bf16_peak=8.1, mfu_fp8_peak=None, mfu_achievable=44.5, hfu=50.5,
+    mfu=41.24, mfu_bf16_peak=8.1, mfu_fp8_peak=None, hfu=50.5,
     step_time_s=1.25, data_time_s=0.0025, data_time_pct=0.2, memory_gib=0.93, memory_pct=None,
 )  # fmt: skip
 

@@ -59,16 +59,13 @@ def test_rates_of_8b(tps, precision, peaks, expected):
     assert (rates["hfu"] is None) == (rates["mfu"] is None)
 
 
-MEASURED = Peaks("H100 SXM", H100.published, measured={"bf16": 700.0, "fp8": 1300.0})
 REST = OUTPUT + ATTENTION
 
 
 @pytest.mark.parametrize(
     ("figure", "peaks", "emulated", "share", "ideal_ps"),
     [
-        ("mfu", MEASURED, False, None, BLOCKS / 1979 + REST / 989),
-        ("mfu_achievable", MEASURED, False, None, BLOCKS / 1300 + REST / 700),
-        ("mfu_achievable", H100, False, None, None),
+        ("mfu", H100, False, None, BLOCKS / 1979 + REST / 989),
         ("hfu", H100, False, None, 4 / 3 * BLOCKS / 1979 + (OUTPUT + 4 / 3 * ATTENTION) / 989),
         ("mfu_documents", H100, False, 0.25, BLOCKS / 1979 + (OUTPUT + ATTENTION / 4) / 989),
         ("mfu_documents", UNKNOWN, False, 0.25, None),
@@ -223,7 +220,7 @@ def test_record():
     expected |= compute_rates(1000 / 2.0 / 2, ledger=ledger_8b("bf16"), peaks=H100)
     assert record.memory_gib > 0.01 and record.time > 1.7e9
     found = {name: value for name, value in asdict(record).items() if value is not None}
-    found = dict.fromkeys(("mfu_documents", "mfu_achievable")) | found
+    found = {"mfu_documents": None} | found
     assert found.items() >= expected.items()
     assert found.keys() - expected.keys() == {"memory_gib", "time", "approximate_mfu"}
     assert run.metrics.own_times() == []  # without pipelines
@@ -425,8 +422,8 @@ def test_approximate_mfu_above_100_is_none():
     run = Run(peaks=cpu)
     fast, faster, slow = run.train_step(1.0), run.train_step(0.9), run.train_step(2.0)
     for record in (fast, faster):
-        assert (record.mfu, record.mfu_bf16_peak, record.mfu_achievable, record.hfu) == (None,) * 4
-    assert slow.mfu == slow.mfu_achievable == pytest.approx(72.39, abs=0.005)
+        assert (record.mfu, record.mfu_bf16_peak, record.hfu) == (None,) * 3
+    assert slow.mfu == pytest.approx(72.39, abs=0.005)
     summary = run.metrics.summary()
     assert summary.mfu is None and summary.last.approximate_mfu  # the median of 161 and 72 %
     exact = Run(peaks=replace(cpu, approximate=False))

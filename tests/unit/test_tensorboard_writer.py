@@ -27,7 +27,6 @@ CURVES = {
     "tflops": 0.0812,
     "mfu(%)": 41.24,
     "mfu_bf16_peak(%)": 8.1,  # and no mfu_fp8_peak(%), which is unknown
-    "mfu_achievable(%)": 44.5,
     "utilisation/hfu(%)": 50.5,
     "time_metrics/end_to_end(s)": 1.25,
     "time_metrics/data_loading(s)": 0.0025,

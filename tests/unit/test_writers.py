@@ -107,7 +107,7 @@ def test_jsonl_line(tmp_path):
         '"skipped_steps": 0, "tps": 2345.4, "sequences_per_s": 2.34, "tflops": 0.0812, '
         '"mfu": 41.24, '
         '"mfu_documents": null, "mfu_bf16_peak": 8.1, "mfu_fp8_peak": null, '
-        '"mfu_achievable": 44.5, "hfu": 50.5, "attention_imbalance": null, "bubble_pct": null, '
+        '"hfu": 50.5, "attention_imbalance": null, "bubble_pct": null, '
         '"stage_time_s": null, "stage_mfu": null, "step_time_s": 1.25, '
         '"data_time_s": 0.0025, "memory_gib": 0.93, "memory_pct": null, "memory_max_gib": null, '
         '"memory_max_rank": null, "data_time_pct": 0.2, "time": 1700000000.0}\n'

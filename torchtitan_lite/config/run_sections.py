@@ -109,8 +109,6 @@ class MetricsConfig(Section):
     """Dense bf16 peak of a device; unset: the data sheet's, or on CPU measured at start."""
     peak_tflops_fp8: Peak | None = None
     """Dense float8 peak of a device; unset: the data sheet's."""
-    measure_peak: bool = False
-    """Time matmuls at start, at most 2 s, and log mfu_achievable relative to them."""
 
 
 class ProfilingConfig(Section):

@@ -88,6 +88,7 @@ FOREIGN: dict[str, tuple[object, ...] | None] = {
     "checkpoint.on_failure": ("stop",),
     "checkpoint.save_request_file": ("SAVE",),
     "float8.scale_gradients_in_matmul": OFF,
+    "metrics.measure_peak": OFF,
 }
 """Patterns of keys without a counterpart here, with the values that load: they ask for what happens
 here: ANY, or a tuple (with lists as text too). The first match counts."""

@@ -57,8 +57,6 @@ class StepRecord:
         "utilisation, all FLOPs at the bf16 peak", "%", "mfu_bf16_peak(%)")]
     mfu_fp8_peak: Annotated[float | None, Figure(
         "utilisation, all FLOPs at the fp8 peak", "%", "mfu_fp8_peak(%)")]
-    mfu_achievable: Annotated[float | None, Figure(
-        "`mfu` against measured peaks; unknown if none were measured", "%", "mfu_achievable(%)")]
     hfu: Annotated[float | None, Figure(
         "`mfu` with the recomputation by activation checkpointing", "%",
         "utilisation/hfu(%)")]

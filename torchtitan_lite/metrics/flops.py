@@ -5,7 +5,7 @@ separately what activation checkpointing computes again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -134,7 +134,7 @@ def compute_rates(
 ) -> dict[str, Any]:
     """Return figures of StepRecord for a device that trained on `tps` tokens per second. Document
     masks leave `attention_share` of attention's FLOPs."""
-    flops, measured = ledger.by_precision, replace(peaks, published={}, given={})
+    flops = ledger.by_precision
     with_recompute = {name: count + ledger.recompute[name] for name, count in flops.items()}
     mfu_documents = mfu_fp8_peak = None
     if attention_share is not None:
@@ -150,6 +150,5 @@ def compute_rates(
         "mfu_documents": mfu_documents,
         "mfu_bf16_peak": peaks.utilisation(tps, {"bf16": ledger.total}),
         "mfu_fp8_peak": mfu_fp8_peak,
-        "mfu_achievable": measured.utilisation(tps, flops),
         "hfu": peaks.utilisation(tps, with_recompute) if ledger.recompute_is_known else None,
     }

@@ -8,12 +8,10 @@ interruptions, even on a busy machine; on several threads it would wait for the 
 import os
 import resource
 import socket
-import statistics
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +20,8 @@ from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.catalog.devices import DeviceSpec, Precision, lookup_device
 from torchtitan_lite.config import MetricsConfig
 
-_GPU_SECONDS, _CPU_SECONDS = 0.25, 0.05
-_GPU_MATMULS = (8192, 10)
-_CPU_MATMULS = {"bf16": (384, 1), "fp32": (256, 1)}
-"""Size of the matmuls to measure, of about a millisecond each, and how many are timed together."""
+_SECONDS, _MATMULS = 0.05, {"bf16": 384, "fp32": 256}
+"""How long a CPU's matmuls are measured, and their size, each of about a millisecond."""
 _GIB = 2**30
 
 
@@ -90,57 +86,36 @@ def find_peaks(
     *,
     precisions: Collection[Precision],
 ) -> Peaks:
-    """Return the peaks of `device`. Those of `precisions` are measured with [metrics] measure_peak,
-    on a CPU also if they are not given. A collective call: all ranks measure at the same time."""
-    metrics = metrics or MetricsConfig()
-    given, wanted = given_peaks(metrics), set(precisions) if metrics.measure_peak else set()
+    """Return the peaks of `device`. On a CPU those of `precisions` that are not given are measured.
+    A collective call: all ranks measure at the same time."""
+    given = given_peaks(metrics or MetricsConfig())
     if device.type == "cpu":
         unknown = set(precisions) - given.keys()
-        measured = measure_cpu_peaks(sorted(wanted | unknown))
+        measured = measure_cpu_peaks(sorted(unknown))
         return Peaks("CPU", measured=measured, given=given, approximate=bool(unknown))
     name = torch.cuda.get_device_name(device)
-    measured = {precision: measure_peak(precision, device) for precision in sorted(wanted)}
-    return Peaks(name, published_peaks(lookup_device(name)), measured, given)
+    return Peaks(name, published=published_peaks(lookup_device(name)), given=given)
 
 
-def measure_peak(precision: Precision, device: torch.device) -> float:
-    """Return the TFLOPS that square matmuls of `precision` reach on `device`: a GPU's median, the
-    best of a CPU with the threads that torch uses."""
-    on_gpu = device.type == "cuda"
-    size, together = _GPU_MATMULS if on_gpu else _CPU_MATMULS[precision]
-
-    # Random, because a GPU is faster on constants, and without a change of the run's random state.
-    generator = torch.Generator(device).manual_seed(0)
-    a, b = torch.randn(2, size, size, generator=generator, device=device)
-    if precision == "fp8":
-        from torchao.float8.config import e4m3_dtype  # slow to import
-
-        a, b, one = a.to(e4m3_dtype), b.to(e4m3_dtype).t(), torch.ones((), device=device)
-        options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-        matmul = partial(torch._scaled_mm, a, b, one, one, **options)
-    else:
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-        matmul = partial(torch.matmul, a.to(dtype), b.to(dtype))
-
+def measure_peak(precision: Precision) -> float:
+    """Return the TFLOPS that square matmuls of `precision` reach on a CPU with the threads that
+    torch uses: the best of many."""
+    size, dtype = _MATMULS[precision], torch.bfloat16 if precision == "bf16" else torch.float32
+    a, b = torch.ones(2, size, size, dtype=dtype)
+    torch.matmul(a, b)  # the first call builds the kernel
     seconds: list[float] = []
-    synchronize = torch.get_device_module(device).synchronize
-    matmul()  # the first call builds the kernel
-    synchronize(device)
-    while sum(seconds) < (_GPU_SECONDS if on_gpu else _CPU_SECONDS):
+    while sum(seconds) < _SECONDS:
         began = time.perf_counter()
-        for _ in range(together):
-            matmul()
-        synchronize(device)
+        torch.matmul(a, b)
         seconds.append(time.perf_counter() - began)
-    typical = statistics.median(seconds) if on_gpu else min(seconds)
-    return together * 2 * size**3 / typical / 1e12
+    return 2 * size**3 / min(seconds) / 1e12
 
 
 def measure_cpu_peaks(precisions: Sequence[Precision]) -> dict[Precision, float]:
     """Return the peaks of the fastest rank in TFLOPS. A collective call."""
-    threads, used, device = _rank_threads(), torch.get_num_threads(), torch.device("cpu")
+    threads, used = _rank_threads(), torch.get_num_threads()
     torch.set_num_threads(1)
-    ranks = on_all_ranks(lambda: [threads * measure_peak(name, device) for name in precisions])
+    ranks = on_all_ranks(lambda: [threads * measure_peak(name) for name in precisions])
     torch.set_num_threads(used)
     return {name: max(peaks) for name, *peaks in zip(precisions, *ranks, strict=True)}
 
