@@ -60,14 +60,5 @@ def run(args: argparse.Namespace) -> None:
         args.source, device=device, dtype=dtype, tokenizer_path=args.tokenizer
     )
 
-    # A single text is printed as it comes.
-    if len(args.prompts) == 1 and not args.json:
-        write = partial(print, end="", flush=True)
-        write(args.prompts[0])
-        try:
-            continue_prompts(model, tokenizer, args.prompts, sampling, write=write)
-        finally:
-            write("\n")
-        return
     for sample in continue_prompts(model, tokenizer, args.prompts, sampling):
         print_answer(args, asdict(sample), f"{sample.prompt}{sample.text}")

@@ -4,7 +4,7 @@ Shapes: B prompts of the same length, S tokens of a call, T tokens so far, H hea
 heads, Q head_dim, D dim, V vocab_size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -102,16 +102,11 @@ def encode_prompt(prompt: str, tokenizer: Tokenizer, *, context: int) -> list[in
 
 
 def continue_prompts(
-    model: Transformer,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    sampling: Sampling,
-    *,
-    write: Callable[[str], object] | None = None,
+    model: Transformer, tokenizer: Tokenizer, prompts: Sequence[str], sampling: Sampling
 ) -> list[Sample]:
     """Generate a text that follows each prompt, up to the end of a document or of the context, or
-    to `max_new_tokens`. Prompts with equally many tokens are one batch. `write` gets the text of
-    the first prompt in parts, as it comes. `model`, of `build_empty_model`, gets a cache."""
+    to `max_new_tokens`. Prompts with equally many tokens are one batch. `model`, of
+    `build_empty_model`, gets a cache."""
     context = model.args.max_seq_len
     texts = [_Text(encode_prompt(each, tokenizer, context=context), tokenizer) for each in prompts]
 
@@ -124,8 +119,6 @@ def continue_prompts(
         for row in generate_tokens(model, ids, count=count, vocab_size=size, sampling=sampling):
             for text, token in zip(batch, row, strict=True):
                 text.add(token)
-            if write and texts[0] is batch[0]:
-                write(texts[0].new_part())
             if all(text.at_eos for text in batch):
                 break
 
@@ -144,7 +137,7 @@ class _Text:
         self.prompt_ids, self._tokenizer = prompt_ids, tokenizer
         self._prompt_size = len(tokenizer.decode(prompt_ids))
         self.ids: list[int] = []
-        self.at_eos, self._written = False, ""
+        self.at_eos = False
 
     def add(self, token: int) -> None:
         """Take the next token, unless the text has ended."""
@@ -155,14 +148,6 @@ class _Text:
     def decode(self) -> str:
         """Return the text, decoded after its prompt: some tokenizers drop a space at a start."""
         return self._tokenizer.decode([*self.prompt_ids, *self.ids])[self._prompt_size :]
-
-    def new_part(self) -> str:
-        """Return the text since the last call, unless it ends within a character."""
-        text = self.decode()
-        if not self.at_eos and text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        part, self._written = text[len(self._written) :], text
-        return part
 
 
 @torch.inference_mode()
