@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import zstandard
+from backports import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_stores import write_store
@@ -165,7 +165,7 @@ def use_text(path: Path) -> None:
 SOUND = {
     "a.jsonl": JSONL,
     "a.jsonl.gz": gzip.compress(JSONL),
-    "a.jsonl.zst": zstandard.compress(JSONL),
+    "a.jsonl.zst": zstd.compress(JSONL),
 }
 
 

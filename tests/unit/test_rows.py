@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-import zstandard
+from backports import zstd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from torchtitan_lite.catalog.datasets import NamedDataset
 from torchtitan_lite.data import rows as row_module
 from torchtitan_lite.data.rows import Row, read_jsonl, read_text, reading
 
-COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+COMPRESS = {"": bytes, ".gz": gzip.compress, ".zst": zstd.compress}
 MARK = b"\xef\xbb\xbf"
 SMALL = {"PART_BYTES": 8, "MAX_ROW_BYTES": 20, "READ_BYTES": 7}
 """Limits so small that short files meet them."""

@@ -8,9 +8,9 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, NamedTuple, TypeVar
 
-from zstandard import ZstdDecompressor, ZstdError
+from backports.zstd import DecompressionParameter, ZstdError, ZstdFile
 
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.catalog.datasets import NamedDataset
@@ -18,13 +18,12 @@ from torchtitan_lite.catalog.datasets import NamedDataset
 MAX_ROW_BYTES = 2**24
 """Longer rows are bad."""
 TOO_LONG = "longer than {} bytes"
-MAX_ZSTD_WINDOW = 2**31
-"""Bytes: the longest window, of zstd --long=31. Its decoder takes as much memory."""
+ZSTD_OPTIONS: dict[int, int] = {DecompressionParameter.window_log_max: 31}
+"""The longest window, of zstd --long=31: 2^31 bytes, which its decoder takes of memory."""
 PART_BYTES = 2**22
 """A long text becomes several rows: one ends at the first line end after so many bytes. At most
 MAX_ROW_BYTES."""
 READ_BYTES = 2**20
-ZSTD_READ_BYTES = 2**10  # can be 32 MiB when decompressed
 COMPRESSED = (".gz", ".zst")
 
 File = IO[bytes] | io.BufferedIOBase
@@ -154,43 +153,12 @@ def _rest_of_line(file: File, begun: int) -> bytes | None:
 def _opened(path: Path) -> Iterator[File]:
     """Open a file, decompressed. A compressed file that is cut off is an error."""
     suffix = path.suffix.lower()
-    with reading(path, OSError, EOFError, zlib.error), path.open("rb") as file:
+    with reading(path, OSError, EOFError, zlib.error, ZstdError), path.open("rb") as file:
         if suffix in COMPRESSED and not path.stat().st_size:
             raise EOFError("Compressed file ended before its start")
         if suffix == ".gz":
             yield gzip.GzipFile(fileobj=file)
         elif suffix == ".zst":
-            yield io.BufferedReader(_ZstdFile(file), READ_BYTES)
+            yield ZstdFile(file, options=ZSTD_OPTIONS)
         else:
             yield file
-
-
-class _ZstdFile(io.RawIOBase):
-    """A .zst file, decompressed. zstandard's own reader takes one that is cut off for complete."""
-
-    def __init__(self, file: File) -> None:
-        self._file, self._packed, self._left = file, b"", memoryview(b"")
-        self._frame: Any = None  # None between frames
-
-    def readable(self) -> bool:
-        """Return True, as io.BufferedReader asks."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill the beginning of a buffer with the next bytes. Return their number, 0 at the end of
-        the file. Raises EOFError for a file that is cut off, and OSError for a broken one."""
-        while not self._left:
-            self._packed = self._packed or self._file.read(ZSTD_READ_BYTES)
-            if not self._packed:
-                if self._frame:
-                    raise EOFError("Compressed file ended before the end of a frame")
-                return 0
-            frame = self._frame or ZstdDecompressor(max_window_size=MAX_ZSTD_WINDOW).decompressobj()
-            try:
-                self._left = memoryview(frame.decompress(self._packed))
-            except ZstdError as error:
-                raise OSError(str(error)) from error
-            self._packed, self._frame = frame.unused_data, None if frame.eof else frame
-        count = min(len(buffer), len(self._left))
-        buffer[:count], self._left = self._left[:count], self._left[count:]
-        return count
