@@ -1,5 +1,5 @@
 """The swap of linears: the recipe asked for, emulated with that recipe, and only what was chosen.
-What they compute is in test_recipes.py, and MXFP8 on several ranks in test_mxfp8_layouts.py."""
+What they compute is in test_recipes.py, and ScaledLinears on several ranks in test_scaled_layouts.py."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears, must_emulate, update_scales
-from torchtitan_lite.float8.mxfp8 import MXFP8Linear, convert_to_mxfp8
+from torchtitan_lite.float8.mxfp8 import MXFP8
+from torchtitan_lite.float8.scaled_linear import ScaledLinear, swap_linears
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.llama3 import Output
 
@@ -28,7 +29,7 @@ CHOSEN = (
 # ----- convert_linears -----
 
 
-@pytest.mark.parametrize(("recipe", "kind"), [("tensorwise", Float8Linear), ("mxfp8", MXFP8Linear)])
+@pytest.mark.parametrize(("recipe", "kind"), [("tensorwise", Float8Linear), ("mxfp8", ScaledLinear)])
 def test_the_chosen_linears_and_no_others_are_swapped(recipe: str, kind: type[nn.Module]) -> None:
     model = on_meta(SMALL, recipe, filter_fqns=("wk", "output"))
     swapped = {name for name, module in model.named_modules() if isinstance(module, kind)}
@@ -91,6 +92,8 @@ def test_weight_gradients_sum_over_padded_tokens(recipe, padded, summed, monkeyp
         ({"recipe_name": "mxfp8"}, (9, 0), r"10\.x; H1 has 9\.0\. .* emulate"),
         ({"recipe_name": "mxfp8"}, (12, 0), r"10\.x; H1 has 12\.0\."),
         ({"recipe_name": "mxfp8"}, (10, 3), ""),
+        ({"recipe_name": "blockwise"}, (10, 0), r"9\.x; H1 has 10\.0\. .* emulate"),
+        ({"recipe_name": "blockwise"}, (9, 0), ""),
     ],
 )
 def test_gpus_that_a_recipe_runs_on(keys, capability, refused, monkeypatch):
@@ -115,26 +118,26 @@ def test_scales_are_precomputed_only_where_asked_for(unset, monkeypatch):
     assert len(seen) == (unset is None)
 
 
-# ----- convert_to_mxfp8, MXFP8Linear -----
+# ----- swap_linears, ScaledLinear -----
 
 
 def two_linears() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))
 
 
-def test_mxfp8_linears_keep_their_weights() -> None:
+def test_scaled_linears_keep_their_weights() -> None:
     model = two_linears()
     weights = dict(model.named_parameters())
-    convert_to_mxfp8(model, ["1"], emulate=True)
-    assert [type(linear) for linear in model] == [nn.Linear, MXFP8Linear]
-    assert repr(model[1]) == "MXFP8Linear(in_features=96, out_features=64, bias=False)"
+    swap_linears(model, ["1"], MXFP8(emulate=True))
+    assert [type(linear) for linear in model] == [nn.Linear, ScaledLinear]
+    assert repr(model[1]) == "ScaledLinear(in_features=96, out_features=64, bias=False)"
     found = dict(model.named_parameters())
     assert found.keys() == weights.keys() and all(found[name] is weights[name] for name in weights)
 
 
 def test_on_meta_there_are_shapes_also_without_a_device_that_has_the_kernels() -> None:
     model = two_linears().to("meta")
-    convert_to_mxfp8(model, ["0", "1"], emulate=False)
+    swap_linears(model, ["0", "1"], MXFP8(emulate=False))
     output = model(torch.empty(2, 32, 64, device="meta"))
     output.sum().backward()
     assert output.shape == (2, 32, 64) and model[0].weight.grad.shape == (96, 64)
