@@ -1,5 +1,5 @@
 """The swap of linears: the recipe asked for, emulated with that recipe, and only what was chosen.
-What they compute is in test_recipes.py, and ScaledLinears on several ranks in test_scaled_layouts.py."""
+What they compute is in test_recipes.py, and on several ranks in test_scaled_layouts.py."""
 
 import pytest
 import torch
@@ -29,7 +29,9 @@ CHOSEN = (
 # ----- convert_linears -----
 
 
-@pytest.mark.parametrize(("recipe", "kind"), [("tensorwise", Float8Linear), ("mxfp8", ScaledLinear)])
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [("tensorwise", Float8Linear), ("mxfp8", ScaledLinear)]
+)
 def test_the_chosen_linears_and_no_others_are_swapped(recipe: str, kind: type[nn.Module]) -> None:
     model = on_meta(SMALL, recipe, filter_fqns=("wk", "output"))
     swapped = {name for name, module in model.named_modules() if isinstance(module, kind)}

@@ -16,7 +16,7 @@ class Recipe:
     """How linears train in float8."""
 
     name: str
-    converter: str = "torchtitan_lite.float8.convert:convert_to_float8_linear"
+    converter: str = "torchtitan_lite.float8.convert:convert_to_torchao"
     """Function, as "module:name", that swaps linears; the default takes torchao's recipe of this
     name. Its arguments: the model, the names of the linears, Float8Config, whether to emulate."""
     matmuls: tuple[Matmul, ...] = ("output", "grad_input", "grad_weight")

@@ -69,7 +69,7 @@ def convert_linears(
         logger.info(f"float8 is emulated: the numerics of {float8.recipe_name}, not its speed")
 
 
-def convert_to_float8_linear(
+def convert_to_torchao(
     model: nn.Module, chosen: Collection[str], float8: Float8Config, emulate: bool
 ) -> None:
     """Swap the linears of `model` that are named in `chosen` for torchao's, in place."""

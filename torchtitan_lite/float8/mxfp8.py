@@ -48,7 +48,7 @@ class MXFP8:
         return torch.mm(left, right)
 
     def _kernels(self, x: Tensor) -> KernelPreference:
-        """Return what casts `x`. torchao's kernels do not run on meta, where nothing is computed."""
+        """Return what casts `x`: on meta, where nothing is computed, not torchao's kernels."""
         emulated = self._emulate or x.is_meta
         return KernelPreference.EMULATED if emulated else KernelPreference.AUTO
 

@@ -34,7 +34,8 @@ class ScaledLinear(nn.Linear):
         assert linear.bias is None, "no linear of the model has a bias"
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight = linear.weight
-        self._scaling, self._multiply = scaling, multiply
+        self._scaling: Scaling = scaling
+        self._multiply: Callable[[Tensor, Tensor], Tensor] = multiply
 
     def forward(self, input: Tensor) -> Tensor:
         """Return [..., N] for `input` [..., K]; both are DTensors under tensor parallelism."""
@@ -80,7 +81,8 @@ class _Matmuls(torch.autograd.Function):
         # Kernels that cast take contiguous tensors alone.
         grads = grad_output.contiguous().reshape(-1, grad_output.shape[-1])
         inputs = input.reshape(-1, input.shape[-1])
-        own = weight.own if is_float8_tensor(weight) else scaling.columns(weight, is_weight=True).t()
+        is_cast = is_float8_tensor(weight)
+        own = weight.own if is_cast else scaling.columns(weight, is_weight=True).t()
         grad_input = scaling.mm(scaling.rows(grads, is_weight=False), own)
         columns = scaling.columns(inputs, is_weight=False)
         grad_weight = scaling.mm(scaling.columns(grads, is_weight=False), columns.t())
