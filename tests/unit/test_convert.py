@@ -11,6 +11,7 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.recipes import Recipe
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears, must_emulate, update_scales
 from torchtitan_lite.float8.mxfp8 import MXFP8
@@ -135,6 +136,47 @@ def test_scaled_linears_keep_their_weights() -> None:
     assert repr(model[1]) == "ScaledLinear(in_features=96, out_features=64, bias=False)"
     found = dict(model.named_parameters())
     assert found.keys() == weights.keys() and all(found[name] is weights[name] for name in weights)
+
+
+class Exact:
+    """The Scaling of a recipe from outside, which casts to nothing less."""
+
+    def rows(self, x: torch.Tensor, *, is_weight: bool) -> torch.Tensor:
+        return x
+
+    def columns(self, x: torch.Tensor, *, is_weight: bool) -> torch.Tensor:
+        return x.t()
+
+    def mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left @ right
+
+
+def convert_exactly(
+    model: nn.Module, chosen: set[str], float8: Float8Config, emulate: bool
+) -> None:
+    swap_linears(model, chosen, Exact())
+
+
+EXACT = Recipe(name="exact", converter=f"{__name__}:convert_exactly")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_recipe_from_outside_needs_casts_and_a_matmul(compiled: bool) -> None:
+    model, plain = (nn.ModuleDict({"linear": two_linears()[0]}) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    choices = [LinearChoice("linear", ("linear",), (96, 64), (96, 64))]
+    float8 = Float8Config(recipe_name=f"{__name__}:EXACT")
+    convert_linears(model, choices, float8=float8, emulate=True)
+    assert isinstance(model["linear"], ScaledLinear)
+
+    found = []
+    for linear in model["linear"], plain["linear"]:
+        x = torch.linspace(-1, 1, 16 * 64).reshape(2, 8, 64).requires_grad_()
+        output = torch.compile(linear, backend="aot_eager", disable=not compiled)(x)
+        output.square().sum().backward()
+        found.append([output, x.grad, linear.weight.grad])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_on_meta_there_are_shapes_also_without_a_device_that_has_the_kernels() -> None:
