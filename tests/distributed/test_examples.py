@@ -18,6 +18,8 @@ OUTSIDE = [
     "--lr_scheduler.decay_type=outside:quadratic",
     "--lr_scheduler.warmup_steps=0",
     "--lr_scheduler.total_steps=12",
+    "--float8.enable_float8_linear",
+    "--float8.recipe_name=own_recipe:RECIPE",
     "--metrics.writers=mlflow_writer:MLflowWriter",
     "--experimental.custom_import=outside",
     "--training.global_batch_size=4",

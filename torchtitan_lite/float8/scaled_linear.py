@@ -31,9 +31,8 @@ class ScaledLinear(nn.Linear):
         self, linear: nn.Linear, scaling: Scaling, multiply: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """`multiply` returns the product [..., N] of an input [..., K] and a weight [N, K]."""
-        assert linear.bias is None, "no linear of the model has a bias"
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.weight = linear.weight
+        self.weight, self.bias = linear.weight, linear.bias
         self._scaling: Scaling = scaling
         self._multiply: Callable[[Tensor, Tensor], Tensor] = multiply
 
@@ -41,10 +40,12 @@ class ScaledLinear(nn.Linear):
         """Return [..., N] for `input` [..., K]; both are DTensors under tensor parallelism."""
         weight = self.weight
         if not isinstance(weight, DTensor):
-            return self._multiply(input, weight)
+            product = self._multiply(input, weight)
+            return product if self.bias is None else product + self.bias
 
         # Multiply local shards: casts of DTensors would gather the scales of each matmul.
         assert isinstance(input, DTensor), "tensor parallelism makes a DTensor of the input"
+        assert self.bias is None, "no linear of a Transformer has a bias"
         last = Shard(input.ndim - 1)
         by_column = weight.placements == (Shard(0),)
         given, input_grad, output = (
