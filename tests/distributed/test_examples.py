@@ -125,8 +125,9 @@ def test_code_from_outside_is_compared_between_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_what_an_example_says_to_run(path: Path) -> None:
+def test_what_an_example_says_to_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its overrides name itself and load as a config."""
+    monkeypatch.syspath_prepend(path.parent)  # a recipe is imported to check its keys
     from torchtitan_lite import load_config
     from torchtitan_lite.config import outside_modules
 

@@ -92,10 +92,10 @@ def test_weight_gradients_sum_over_padded_tokens(recipe, padded, summed, monkeyp
     [
         ({}, (8, 0), r"capability 8\.9 or newer; H1 has 8\.0\. .* emulate = true"),
         ({}, (8, 9), ""),
-        ({"recipe_name": "mxfp8"}, (9, 0), r"10\.x; H1 has 9\.0\. .* emulate"),
-        ({"recipe_name": "mxfp8"}, (12, 0), r"10\.x; H1 has 12\.0\."),
+        ({"recipe_name": "mxfp8"}, (9, 0), r"10\.x by NVIDIA; H1 has 9\.0\. .* emulate"),
+        ({"recipe_name": "mxfp8"}, (12, 0), r"10\.x by NVIDIA; H1 has 12\.0\."),
         ({"recipe_name": "mxfp8"}, (10, 3), ""),
-        ({"recipe_name": "blockwise"}, (10, 0), r"9\.x; H1 has 10\.0\. .* emulate"),
+        ({"recipe_name": "blockwise"}, (10, 0), r"9\.x by NVIDIA; H1 has 10\.0\. .* emulate"),
         ({"recipe_name": "blockwise"}, (9, 0), ""),
     ],
 )
@@ -104,6 +104,9 @@ def test_gpus_that_a_recipe_runs_on(keys, capability, refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H1")
     if not refused:
         assert not must_emulate(Float8Config(**keys), device=torch.device("cuda"))
+        monkeypatch.setattr(torch.version, "hip", "7.0")  # an MI300 has 9.4
+        refused = r"\d\.x by NVIDIA; H1 has" if keys else ""
+    if not refused:
         return
     with pytest.raises(ConfigError, match=refused):
         must_emulate(Float8Config(**keys), device=torch.device("cuda"))

@@ -37,8 +37,8 @@ def must_emulate(float8: Float8Config, *, device: torch.device) -> bool:
         return True
 
     capability, major = torch.cuda.get_device_capability(device), float8.recipe.capability_major
-    if major is not None and capability[0] != major:
-        needs = f"{major}.x"
+    if major is not None and (capability[0] != major or torch.version.hip):
+        needs = f"{major}.x by NVIDIA"
     elif not has_float8_units(device):
         needs = f"{'.'.join(map(str, MIN_CAPABILITY))} or newer"
     else:
