@@ -39,6 +39,7 @@ RECIPES = {
     "rowwise": (*FLOAT8, "--float8.recipe_name=rowwise"),
     "rowwise_with_gw_hp": (*FLOAT8, "--float8.recipe_name=rowwise_with_gw_hp"),
     "mxfp8": (*FLOAT8, "--float8.recipe_name=mxfp8"),
+    "blockwise": (*FLOAT8, "--float8.recipe_name=blockwise"),
 }
 """Overrides of each recipe; all are compared with the first."""
 COMPILED_RECIPES = ("bf16", "tensorwise_all_gather")

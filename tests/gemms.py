@@ -10,7 +10,7 @@ from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears
 from torchtitan_lite.float8.selection import LinearChoice
 
-M, K, N = 256, 128, 192
+M, K, N = 256, 384, 512
 
 
 class Data(NamedTuple):

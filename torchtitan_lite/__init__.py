@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchtitan_lite.config.job import build_job as build_job
     from torchtitan_lite.data.tokenizer import build_tokenizer as build_tokenizer
     from torchtitan_lite.float8.convert import convert_to_float8 as convert_to_float8
+    from torchtitan_lite.float8.scaled_linear import swap_linears as swap_linears
     from torchtitan_lite.metrics.base_writer import Writer as Writer
     from torchtitan_lite.metrics.base_writer import WrittenRun as WrittenRun
     from torchtitan_lite.metrics.flops import FlopsLedger as FlopsLedger
@@ -80,6 +81,7 @@ _PLACES = {
     "plan": "planner.plan:make_plan",
     "prepare_job": "planner.prepare",
     "run_training": "train:run",
+    "swap_linears": "float8.scaled_linear",
 }
 """The library: the module of each name, and its name there where it is another."""
 __all__ = [*_PLACES]

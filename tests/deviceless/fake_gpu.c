@@ -448,6 +448,8 @@ static const char *scale_name(int mode) {
     case CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F: return "tensor";
     case CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F: return "row";
     case CUBLASLT_MATMUL_MATRIX_SCALE_VEC32_UE8M0: return "32";
+    case CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F: return "128";
+    case CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F: return "128x128";
     default: return "other";
     }
 }

@@ -59,6 +59,10 @@ GW_HP = {
     "matmul e4m3 x e4m3, scales: tensor, tensor": PER_MATMUL,
 }
 MXFP8 = {"matmul e4m3 x e4m3, scales: 32, 32": 3 * PER_MATMUL}
+BLOCKWISE = {
+    "matmul e4m3 x e4m3, scales: 128x128, 128": 2 * PER_MATMUL,
+    "matmul e4m3 x e4m3, scales: 128, 128": PER_MATMUL,
+}
 # Rounds each scale to a power of two: of a weight for both passes once a step, and of the input and
 # the gradient for both in each of two microbatches.
 ROW_CASTS = {"log2_kernel": STEPS * 14 * (2 + 2 * 4)}
@@ -162,6 +166,8 @@ CASES = {
     "mxfp8, compiled": Case(
         (*recipe("mxfp8"), COMPILED), MXFP8, device=BLACKWELL, needs=MX_TORCHAO
     ),
+    "blockwise": Case(recipe("blockwise"), BLOCKWISE),
+    "blockwise, compiled": Case((*recipe("blockwise"), COMPILED), BLOCKWISE),
     # What is recomputed.
     "bf16, compiled": Case((COMPILED,)),
     "selective op": Case(checkpointing("selective")),
@@ -191,6 +197,7 @@ CASES = {
     "FSDP, few tokens": Case(("--training.seq_len=4096", *checkpointing("selective")), gpus=2),
     "TP": Case((FLOAT8, TP), TENSORWISE, gpus=2),
     "TP, compiled": Case((FLOAT8, TP, COMPILED), TENSORWISE, gpus=2),
+    "TP, blockwise, compiled": Case((*recipe("blockwise"), TP, COMPILED), BLOCKWISE, gpus=2),
     "TP, memory budget": Case(
         (TP, *checkpointing("memory_budget"), COMPILED), gpus=2, needs=BUDGET_TORCH
     ),

@@ -27,6 +27,12 @@ RECIPES = {
     "rowwise": (FLOAT8, "--float8.recipe_name=rowwise"),
     "rowwise_with_gw_hp": (FLOAT8, "--float8.recipe_name=rowwise_with_gw_hp"),
 }
+MXFP8 = (FLOAT8, "--float8.recipe_name=mxfp8")
+BLOCKWISE = (
+    *(FLOAT8, "--float8.recipe_name=blockwise"),
+    *("--model.flavor=blocks", "--training.seq_len=256"),
+)
+"""Of a model and of sequences whose parts on two ranks are multiples of 128."""
 DOCUMENTS = (
     "--training.document_mask",
     "--training.dataset_path=tests/distributed/documents.jsonl",
@@ -119,6 +125,7 @@ SMOKE = [
     ("bf16 documents", "CP x TP", "none", "eager", 4),
     ("all_gather", "FSDP x CP", "op", "eager", 4),
     ("mxfp8", "HSDP x CP", "none", "eager", 4),
+    ("blockwise", "FSDP x TP", "op", "eager", 4),
     ("bf16 documents", "PP 2", "none", "eager", "GPipe", 2),
     ("all_gather", "PP 2 x FSDP", "op", "eager", "1F1B", 4),
     ("all_gather", "PP 2 x TP", "op", "eager", "Interleaved1F1B", 4),
@@ -156,6 +163,12 @@ def context_cells(*, steps: int) -> list[Cell]:
     """The same with ranks that share sequences; and masked documents like a recipe."""
     recipes = RECIPES | {"bf16 documents": DOCUMENTS}
     return combine(recipes, CONTEXT_LAYOUTS, CONTEXT_CHECKPOINTING, steps=steps)
+
+
+def blockwise_cells(*, steps: int) -> list[Cell]:
+    """Return a cell for each layout, checkpointing and mode of blockwise."""
+    layouts = LAYOUTS | CONTEXT_LAYOUTS
+    return combine({"blockwise": BLOCKWISE}, layouts, CHECKPOINTING, steps=steps)
 
 
 def pipeline_cells(
@@ -201,8 +214,7 @@ def combine(
 def smoke_cells(*, steps: int) -> list[Cell]:
     """Return a few cells in which every recipe, layout, product of two degrees, checkpointing, mode
     and kind of schedule occurs."""
-    mxfp8 = (FLOAT8, "--float8.recipe_name=mxfp8")
-    recipes = RECIPES | {"bf16 documents": DOCUMENTS, "mxfp8": mxfp8}
+    recipes = RECIPES | {"bf16 documents": DOCUMENTS, "mxfp8": MXFP8, "blockwise": BLOCKWISE}
     layouts = LAYOUTS | MORE_LAYOUTS | CONTEXT_LAYOUTS
     all_cells = [
         *combine(recipes, layouts, CHECKPOINTING | CONTEXT_CHECKPOINTING, steps=steps),
@@ -303,6 +315,7 @@ def table_groups(*, steps: int) -> dict[str, list[Cell]]:
         "context parallelism": usual_pairs(context_cells(steps=steps)),
         "pipelines": pairwise(pipeline_cells(steps=steps)),
         "vocabularies": vocabulary_cells(),
+        "blockwise": usual_pairs(blockwise_cells(steps=steps)),
     }
 
 

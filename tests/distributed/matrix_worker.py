@@ -3,7 +3,7 @@ where RUNS is JSON, {"NAME": ["--OVERRIDE", ...], ...}.
 
 Each trains matrix.toml, changed by its overrides, in FOLDER/NAME, and leaves an ended.txt there,
 which is empty unless the run was refused. One that names another folder goes on from the checkpoint
-there. Flavors are `debugmodel`, with the tokenizer's vocabulary, and `vocab-N`.
+there. Flavors are `debugmodel` and `blocks`, with the tokenizer's vocabulary, and `vocab-N`.
 """
 
 import gc
@@ -40,6 +40,9 @@ FLAVORS["debugmodel"] = ModelArgs(**SIZES, vocab_size=0)
 for size in (2256, 32000, 50257):
     wider = replace(FLAVORS["debugmodel"], n_kv_heads=8, ffn_dim=256, vocab_size=size)
     FLAVORS[f"vocab-{size}"] = wider
+# Halves of each dimension are multiples of 128, as blocks of that size need it.
+BLOCKS = {"dim": 256, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": 256}
+FLAVORS["blocks"] = ModelArgs(**BLOCKS, vocab_size=0)
 # Like Llama 3.2 1B: the vocabulary is most of it, and RoPE scaling reaches its short sequences.
 SCALING = RopeScaling(factor=32.0, original_max_position_embeddings=32)
 FLAVORS["tied"] = ModelArgs(**SIZES, vocab_size=4096, tie_embeddings=True, rope_scaling=SCALING)

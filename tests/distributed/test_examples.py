@@ -18,6 +18,8 @@ OUTSIDE = [
     "--lr_scheduler.decay_type=outside:quadratic",
     "--lr_scheduler.warmup_steps=0",
     "--lr_scheduler.total_steps=12",
+    "--float8.enable_float8_linear",
+    "--float8.recipe_name=own_recipe:RECIPE",
     "--metrics.writers=mlflow_writer:MLflowWriter",
     "--experimental.custom_import=outside",
     "--training.global_batch_size=4",
@@ -123,8 +125,9 @@ def test_code_from_outside_is_compared_between_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_what_an_example_says_to_run(path: Path) -> None:
+def test_what_an_example_says_to_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its overrides name itself and load as a config."""
+    monkeypatch.syspath_prepend(path.parent)  # a recipe is imported to check its keys
     from torchtitan_lite import load_config
     from torchtitan_lite.config import outside_modules
 

@@ -25,9 +25,12 @@ def test_real_float8_trains_as_emulated_float8_does(recipe: str, tmp_path: Path)
     assert real == pytest.approx(emulated, rel=5e-3)
 
 
-def test_mxfp8_trains_on_blackwell_and_is_refused_elsewhere(tmp_path: Path) -> None:
-    settings = [FLOAT8, "--float8.recipe_name=mxfp8", "--training.steps=10"]
-    if torch.cuda.get_device_capability()[0] == 10:
+@pytest.mark.parametrize(("recipe", "major"), [("mxfp8", 10), ("blockwise", 9)])
+def test_a_recipe_of_one_capability_trains_there_and_is_refused_elsewhere(
+    recipe: str, major: int, tmp_path: Path
+) -> None:
+    settings = [FLOAT8, f"--float8.recipe_name={recipe}", "--training.steps=10"]
+    if torch.cuda.get_device_capability()[0] == major:
         real = losses(tmp_path / "real", *settings, processes=1)
         assert real == pytest.approx(
             losses(tmp_path / "emulated", *settings, "--float8.emulate", processes=1), rel=5e-3
@@ -35,7 +38,7 @@ def test_mxfp8_trains_on_blackwell_and_is_refused_elsewhere(tmp_path: Path) -> N
     else:
         result = torchrun(*train_arguments(tmp_path, *settings), processes=1)
         assert result.returncode != 0
-        refusal = 'recipe_name = "mxfp8" needs a GPU of compute capability 10.x'
+        refusal = f'recipe_name = "{recipe}" needs a GPU of compute capability {major}.x'
         assert refusal in result.stdout + result.stderr
 
 

@@ -167,6 +167,7 @@ def test_check_model_with_a_memory_budget(torch_version, flavor, tp, crashes, mo
     ("rowwise_with_gw_hp", "float8.pad_inner_dim = true", '"tensorwise" or "rowwise"; use'),
     ("mxfp8", "float8.pad_inner_dim = true", '"tensorwise" or "rowwise"; use'),
     ("mxfp8", "float8.log_numerics_freq = 5", '"tensorwise" or "rowwise" or "rowwise_with_gw_hp"'),
+    ("blockwise", "float8.log_numerics_freq = 5", '"rowwise_with_gw_hp"; use one of these'),
     ("mxfp8", 'training.mixed_precision_param = "float32"', '"bfloat16"'),
 ])  # fmt: skip
 def test_recipes_refuse_keys_that_are_not_theirs(recipe, toml, fix):

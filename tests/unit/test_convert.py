@@ -1,5 +1,5 @@
 """The swap of linears: the recipe asked for, emulated with that recipe, and only what was chosen.
-What they compute is in test_recipes.py, and MXFP8 on several ranks in test_mxfp8_layouts.py."""
+What they compute is in test_recipes.py, and on several ranks in test_scaled_layouts.py."""
 
 import pytest
 import torch
@@ -11,9 +11,11 @@ from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
 from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.catalog.recipes import Recipe
 from torchtitan_lite.config import Float8Config
 from torchtitan_lite.float8.convert import convert_linears, must_emulate, update_scales
-from torchtitan_lite.float8.mxfp8 import MXFP8Linear, convert_to_mxfp8
+from torchtitan_lite.float8.mxfp8 import MXFP8
+from torchtitan_lite.float8.scaled_linear import ScaledLinear, swap_linears
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.models.llama3 import Output
 
@@ -28,7 +30,9 @@ CHOSEN = (
 # ----- convert_linears -----
 
 
-@pytest.mark.parametrize(("recipe", "kind"), [("tensorwise", Float8Linear), ("mxfp8", MXFP8Linear)])
+@pytest.mark.parametrize(
+    ("recipe", "kind"), [("tensorwise", Float8Linear), ("mxfp8", ScaledLinear)]
+)
 def test_the_chosen_linears_and_no_others_are_swapped(recipe: str, kind: type[nn.Module]) -> None:
     model = on_meta(SMALL, recipe, filter_fqns=("wk", "output"))
     swapped = {name for name, module in model.named_modules() if isinstance(module, kind)}
@@ -88,9 +92,11 @@ def test_weight_gradients_sum_over_padded_tokens(recipe, padded, summed, monkeyp
     [
         ({}, (8, 0), r"capability 8\.9 or newer; H1 has 8\.0\. .* emulate = true"),
         ({}, (8, 9), ""),
-        ({"recipe_name": "mxfp8"}, (9, 0), r"10\.x; H1 has 9\.0\. .* emulate"),
-        ({"recipe_name": "mxfp8"}, (12, 0), r"10\.x; H1 has 12\.0\."),
+        ({"recipe_name": "mxfp8"}, (9, 0), r"10\.x by NVIDIA; H1 has 9\.0\. .* emulate"),
+        ({"recipe_name": "mxfp8"}, (12, 0), r"10\.x by NVIDIA; H1 has 12\.0\."),
         ({"recipe_name": "mxfp8"}, (10, 3), ""),
+        ({"recipe_name": "blockwise"}, (10, 0), r"9\.x by NVIDIA; H1 has 10\.0\. .* emulate"),
+        ({"recipe_name": "blockwise"}, (9, 0), ""),
     ],
 )
 def test_gpus_that_a_recipe_runs_on(keys, capability, refused, monkeypatch):
@@ -98,6 +104,9 @@ def test_gpus_that_a_recipe_runs_on(keys, capability, refused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H1")
     if not refused:
         assert not must_emulate(Float8Config(**keys), device=torch.device("cuda"))
+        monkeypatch.setattr(torch.version, "hip", "7.0")  # an MI300 has 9.4
+        refused = r"\d\.x by NVIDIA; H1 has" if keys else ""
+    if not refused:
         return
     with pytest.raises(ConfigError, match=refused):
         must_emulate(Float8Config(**keys), device=torch.device("cuda"))
@@ -115,26 +124,67 @@ def test_scales_are_precomputed_only_where_asked_for(unset, monkeypatch):
     assert len(seen) == (unset is None)
 
 
-# ----- convert_to_mxfp8, MXFP8Linear -----
+# ----- swap_linears, ScaledLinear -----
 
 
 def two_linears() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 96, bias=False), nn.Linear(96, 64, bias=False))
 
 
-def test_mxfp8_linears_keep_their_weights() -> None:
+def test_scaled_linears_keep_their_weights() -> None:
     model = two_linears()
     weights = dict(model.named_parameters())
-    convert_to_mxfp8(model, ["1"], emulate=True)
-    assert [type(linear) for linear in model] == [nn.Linear, MXFP8Linear]
-    assert repr(model[1]) == "MXFP8Linear(in_features=96, out_features=64, bias=False)"
+    swap_linears(model, ["1"], MXFP8(emulate=True))
+    assert [type(linear) for linear in model] == [nn.Linear, ScaledLinear]
+    assert repr(model[1]) == "ScaledLinear(in_features=96, out_features=64, bias=False)"
     found = dict(model.named_parameters())
     assert found.keys() == weights.keys() and all(found[name] is weights[name] for name in weights)
 
 
+class Exact:
+    """The Scaling of a recipe from outside, which casts to nothing less."""
+
+    def rows(self, x: torch.Tensor, *, is_weight: bool) -> torch.Tensor:
+        return x
+
+    def columns(self, x: torch.Tensor, *, is_weight: bool) -> torch.Tensor:
+        return x.t()
+
+    def mm(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left @ right
+
+
+def convert_exactly(
+    model: nn.Module, chosen: set[str], float8: Float8Config, emulate: bool
+) -> None:
+    swap_linears(model, chosen, Exact())
+
+
+EXACT = Recipe(name="exact", converter=f"{__name__}:convert_exactly")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_recipe_from_outside_needs_casts_and_a_matmul(compiled: bool) -> None:
+    model, plain = (nn.ModuleDict({"linear": two_linears()[0]}) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    choices = [LinearChoice("linear", ("linear",), (96, 64), (96, 64))]
+    float8 = Float8Config(recipe_name=f"{__name__}:EXACT")
+    convert_linears(model, choices, float8=float8, emulate=True)
+    assert isinstance(model["linear"], ScaledLinear)
+
+    found = []
+    for linear in model["linear"], plain["linear"]:
+        x = torch.linspace(-1, 1, 16 * 64).reshape(2, 8, 64).requires_grad_()
+        output = torch.compile(linear, backend="aot_eager", disable=not compiled)(x)
+        output.square().sum().backward()
+        found.append([output, x.grad, linear.weight.grad])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_on_meta_there_are_shapes_also_without_a_device_that_has_the_kernels() -> None:
     model = two_linears().to("meta")
-    convert_to_mxfp8(model, ["0", "1"], emulate=False)
+    swap_linears(model, ["0", "1"], MXFP8(emulate=False))
     output = model(torch.empty(2, 32, 64, device="meta"))
     output.sum().backward()
     assert output.shape == (2, 32, 64) and model[0].weight.grad.shape == (96, 64)

@@ -69,7 +69,10 @@ def test_devices_have_the_values_of_their_data_sheets():
         for each in DEVICES
     }
     assert found == SHEETS
-    assert {each.name for each in DEVICES if each.mxfp8} == {"B200", "B300", "GB200", "GB300"}
+    blackwell = {each.name for each in DEVICES if each.capability_major == 10}
+    assert blackwell == {"B200", "B300", "GB200", "GB300"}
+    hopper = {each.name for each in DEVICES if each.capability_major == 9}
+    assert hopper == {"H100 SXM", "H100 500W", "H100 PCIe", "H100 NVL", "H200", "H20"}
 
 
 def test_an_unlisted_device_has_slow_links():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sample_jobs import job_of
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils.flop_counter import FlopCounterMode, bmm_flop, mm_flop
+from torch.utils.flop_counter import FlopCounterMode, _scaled_mm_flop, bmm_flop, mm_flop
 
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.catalog.recipes import RECIPES
@@ -20,6 +20,8 @@ from torchtitan_lite.training.model import MetaModel, build_meta_model, choose_l
 SMALL = ModelArgs(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=80, max_seq_len=64
 )
+FITS_ALL = replace(SMALL, dim=128, n_heads=1, n_kv_heads=1, ffn_dim=256, max_seq_len=128)
+"""Its sizes are multiples for all recipes."""
 LLAMA_8B = FLAVORS["3-8B"]
 TOTAL, OUTPUT, ATTENTION = 57_912_852_480, 3_152_019_456, 12_884_901_888
 
@@ -134,7 +136,7 @@ def test_ledger_equals_the_flop_counter_of_both_passes(recipe):
 
 def count_operators(meta: MetaModel) -> Counter[tuple[str, str]]:
     """FLOPs per token of a forward pass by kind of module and precision. A matmul is in fp8 if its
-    operands are wrapped: float8 numbers and their scales."""
+    operands are float8 numbers, alone or wrapped with their scales."""
     flops: Counter[tuple[str, str]] = Counter()
 
     def counting(count: Any) -> Any:
@@ -142,7 +144,8 @@ def count_operators(meta: MetaModel) -> Counter[tuple[str, str]]:
             counted = count(*(arg.shape for arg in args if isinstance(arg, torch.Tensor)))
             innermost = max(counter.mod_tracker.parents, key=lambda name: name.count("."))
             parts = [part for part in innermost.split(".")[1:] if not part.isdigit()]
-            precision = "fp8" if is_traceable_wrapper_subclass(args[0]) else "bf16"
+            wrapped = is_traceable_wrapper_subclass(args[0])
+            precision = "fp8" if wrapped or args[0].dtype.itemsize == 1 else "bf16"
             flops[".".join(parts).removeprefix("layers."), precision] += counted // seq_len
             return counted
 
@@ -152,6 +155,7 @@ def count_operators(meta: MetaModel) -> Counter[tuple[str, str]]:
     aten, seq_len = torch.ops.aten, meta.model.args.max_seq_len
     tokens = torch.zeros(1, seq_len, dtype=torch.long, device="meta")
     mapping = {aten.mm: counting(mm_flop), aten.bmm: counting(bmm_flop)}
+    mapping[aten._scaled_mm] = counting(_scaled_mm_flop)
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=mapping) as counter:
         meta.model(tokens)
     assert sum(flops.values()) * seq_len == counter.get_total_flops(), "another operator has FLOPs"
@@ -161,7 +165,7 @@ def count_operators(meta: MetaModel) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize("document_bos_id", [None, 1])
 @pytest.mark.parametrize("recipe", [None, *RECIPES])
 def test_ledger_is_three_forwards_in_each_precision(recipe, document_bos_id):
-    meta = build(recipe, replace(SMALL, document_bos_id=document_bos_id))
+    meta = build(recipe, replace(FITS_ALL, document_bos_id=document_bos_id))
     flops = count_operators(meta)
     assert 3 * sum(flops.values()) == meta.ledger.total
     fp8 = sum(count for (_, precision), count in flops.items() if precision == "fp8")

@@ -23,7 +23,6 @@ LATE = {
     ("checkpoint.checkpointer", "checkpoint.torchtitan_folder.load_torchtitan"),
     ("data.corpus", "data.store_writer.open_cached"),
     ("data.tokenizer", "data.normalizer.check_growth"),
-    ("float8.mxfp8", "float8.mx_matmul"),
     ("parallel.parallelize", "float8.weights.WeightCaster"),
     ("parallel.parallelize", "parallel.context_parallel.apply_context_parallel"),
     ("parallel.parallelize", "parallel.tensor_parallel.apply_tensor_parallel"),

@@ -152,7 +152,7 @@ def test_bf16_is_three_matmuls():
     assert KERNELS.matmuls_s(linear, []) == approx(expected)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", sorted({*RECIPES} - {"blockwise"}))  # not in theirs
 def test_float8_casts_move_about_as_many_bytes_as_torchaos_roofline_says(recipe):
     m = k = n = 16384
     device = replace(H100, bandwidth_tb_s=2.4)  # torchao's H100; for it, bytes are of one kind
@@ -233,6 +233,7 @@ CAST_ONCE = {
     "rowwise": ((9 / 2 + 3 / 1.5, 4.7), (5 / 2 + 3 / 1.5, 4), (2.9 / 2 - 2.8 / 1.5, 1.8)),
     "rowwise_with_gw_hp": ((5 / 2 + 3 / 1.5, 4), (5 / 2 + 3 / 1.5, 4), (1 / 2, 1.1)),
     "mxfp8": ((6 / 2, 4), (6 / 2, 2), (0, 2)),
+    "blockwise": ((5 / 2 + 3 / 1.5, 4.3), (5 / 2 + 3 / 1.5, 4.3), (0, 0)),
 }
 
 

@@ -244,7 +244,7 @@ def test_a_layout_of_one_rank_a_shard_switches_async_tensor_parallelism_off() ->
     ("device", "recipes"),
     [
         ("A100 SXM 80GB", "bf16"),
-        ("H100 SXM", "bf16 tensorwise rowwise rowwise_with_gw_hp"),
+        ("H100 SXM", "bf16 tensorwise rowwise rowwise_with_gw_hp blockwise"),
         ("B200", "bf16 tensorwise rowwise rowwise_with_gw_hp mxfp8"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,16 +13,18 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
 from torchtitan_lite.base.torchao_types import data_of, is_float8_tensor
-from torchtitan_lite.float8 import mx_matmul
-from torchtitan_lite.float8.mxfp8 import convert_to_mxfp8
+from torchtitan_lite.float8.blockwise import Blockwise
+from torchtitan_lite.float8.mxfp8 import MXFP8
+from torchtitan_lite.float8.scaled_linear import swap_linears
 from torchtitan_lite.float8.weights import TwiceCastWeight, WeightCaster
 from torchtitan_lite.patches import observe_float8_casts
 
 # ----- TwiceCastWeight, WeightCaster -----
 
-RECIPES = {"tensorwise": 1, "rowwise": 2, "rowwise_with_gw_hp": 2, "mxfp8": 2}
+RECIPES = {"tensorwise": 1, "rowwise": 2, "rowwise_with_gw_hp": 2, "mxfp8": 2, "blockwise": 2}
+SCALINGS: dict[str, type[Any]] = {"mxfp8": MXFP8, "blockwise": Blockwise}
 """How many casts of a weight both matmuls need."""
-N, K = 64, 32
+N, K = 256, 128
 every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
@@ -30,8 +33,9 @@ def linear_of(recipe: str) -> Any:
     linear = nn.Linear(K, N, bias=False, dtype=torch.bfloat16)
     with torch.no_grad():
         linear.weight *= torch.linspace(0.1, 10, K) * torch.linspace(1, 50, N)[:, None]
-    if recipe == "mxfp8":
-        convert_to_mxfp8(model := nn.Sequential(linear), ["0"], emulate=True)
+    if recipe in SCALINGS:
+        scaling = SCALINGS[recipe](emulate=True)
+        swap_linears(model := nn.Sequential(linear), ["0"], scaling)
         return model[0]
     config = Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", True)
@@ -46,9 +50,9 @@ def cast_of(linear: Any) -> Any:
 def run(linear: Any, weight: Tensor, *, recomputes: bool = False) -> list[Tensor]:
     """The output and both gradients."""
     linear.weight = leaf = nn.Parameter(weight)
-    x = torch.linspace(-3, 4, 2 * 48 * K).reshape(2, 48, K).bfloat16().requires_grad_()
+    x = torch.linspace(-3, 4, 2 * 192 * K).reshape(2, 192, K).bfloat16().requires_grad_()
     output = checkpoint(linear, x, use_reentrant=False) if recomputes else linear(x)
-    output.backward(torch.linspace(-1, 2, 2 * 48 * N).reshape(2, 48, N).bfloat16())
+    output.backward(torch.linspace(-1, 2, 2 * 192 * N).reshape(2, 192, N).bfloat16())
     return [output.detach(), x.grad, leaf.grad]
 
 
@@ -73,11 +77,11 @@ def casts_of_weights() -> Iterator[list[Tensor]]:
             seen.append(tensor)
 
     def observed(cast: Any) -> Any:
-        return lambda tensor, kernels: (see(tensor), cast(tensor, kernels))[1]
+        return lambda self, x, **kind: (see(x), cast(self, x, **kind))[1]
 
     with pytest.MonkeyPatch.context() as patch, observe_float8_casts(see):
-        for name in ("cast_rows", "cast_columns"):
-            patch.setattr(mx_matmul, name, observed(getattr(mx_matmul, name)))
+        for scaling, name in product(SCALINGS.values(), ("rows", "columns")):
+            patch.setattr(scaling, name, observed(getattr(scaling, name)))
         yield seen
 
 

@@ -38,7 +38,7 @@ def data_of(tensor: "Tensor") -> "list[Tensor]":
     """Return what holds the elements of `tensor`: itself, or the data of its casts to float8."""
     if not is_float8_tensor(tensor):
         return [tensor]
-    return [getattr(cast, _parts(cast)[0]) for cast in _casts(tensor)]
+    return [getattr(cast, _parts(cast)[0]) if _parts(cast) else cast for cast in _casts(tensor)]
 
 
 def _casts(tensor: "Float8TrainingTensor") -> list[Any]:
@@ -47,9 +47,9 @@ def _casts(tensor: "Float8TrainingTensor") -> list[Any]:
 
 
 def _parts(cast: Any) -> list[str]:
-    """Return the names of a cast's data and scale: torchao's float8 and MX tensors have others."""
-    names: list[str] = cast.__tensor_flatten__()[0]
-    return names
+    """Return the names of a cast's data and scale: torchao's float8 and MX tensors have others, and
+    a plain tensor has none."""
+    return cast.__tensor_flatten__()[0] if hasattr(cast, "__tensor_flatten__") else []
 
 
 def replace_data(tensor: "Float8TrainingTensor", new: "Float8TrainingTensor") -> None:
@@ -66,8 +66,8 @@ def refill(tensor: "Float8TrainingTensor", new: "Float8TrainingTensor") -> None:
         storage.resize_(filled.size())
         storage.copy_(filled)
     for cast, fresh in zip(_casts(tensor), _casts(new), strict=True):
-        scale = _parts(cast)[1]
-        setattr(cast, scale, getattr(fresh, scale))
+        for scale in _parts(cast)[1:]:
+            setattr(cast, scale, getattr(fresh, scale))
 
 
 def _is_instance(thing: object, module: str, name: str) -> bool:

@@ -37,9 +37,9 @@ class DeviceSpec:
     """Constants of the planner that were measured on it: name, value and source of each."""
 
     @property
-    def mxfp8(self) -> bool:
-        """Whether torchao trains in MXFP8 on it: compute capability 10.x."""
-        return self.architecture == "Blackwell"
+    def capability_major(self) -> int | None:
+        """Major compute capability, of architectures with kernels that no other has."""
+        return {"Hopper": 9, "Blackwell": 10}.get(self.architecture)
 
     def with_peaks(self, tflops: Mapping[Precision, float]) -> "DeviceSpec":
         """Return the data sheet with these peaks instead of its own."""

@@ -16,8 +16,9 @@ class Recipe:
     """How linears train in float8."""
 
     name: str
-    kind: Literal["float8", "mxfp8"] = "float8"
-    """What linears become: Float8Linear, by torchao's recipe of this name, or our MXFP8Linear."""
+    converter: str = "torchtitan_lite.float8.convert:convert_to_torchao"
+    """Function, as "module:name", that swaps linears; the default takes torchao's recipe of this
+    name. Its arguments: the model, the names of the linears, Float8Config, whether to emulate."""
     matmuls: tuple[Matmul, ...] = ("output", "grad_input", "grad_weight")
     """The matmuls that run in float8."""
     size_multiple: int = 16
@@ -47,11 +48,17 @@ _ROWS = (
     Recipe(name="rowwise_with_gw_hp", matmuls=("output", "grad_input")),
     Recipe(
         name="mxfp8",
-        kind="mxfp8",
+        converter="torchtitan_lite.float8.mxfp8:convert_to_mxfp8",
         size_multiple=32,
         compute_dtype="bfloat16",
         capability_major=10,  # Blackwell of data centres
         emulated_in=None,
+    ),
+    Recipe(
+        name="blockwise",
+        converter="torchtitan_lite.float8.blockwise:convert_to_blockwise",
+        size_multiple=128,
+        capability_major=9,  # Hopper
     ),
 )
 RECIPES = {recipe.name: recipe for recipe in _ROWS}

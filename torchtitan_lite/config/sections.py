@@ -277,7 +277,8 @@ class Float8Config(Section):
     enable_float8_linear: bool = False
     """Train wq, wk, wv, wo, w1, w2 and w3 in float8; it pays from about 1B parameters on."""
     recipe_name: RecipeName = DEFAULT_RECIPE
-    """Scale per tensor; per row; per row, weight gradient in bf16; per 32 elements (Blackwell)."""
+    """Scale per tensor; per row; per row, weight gradient in bf16; per 32 elements (Blackwell); per
+    128 elements, of weights per 128 x 128 (Hopper)."""
     enable_fsdp_float8_all_gather: bool = False
     """FSDP gathers float8 weights, 1 byte an element (tensorwise only); one rank, which gathers
     none, casts the float32 weights as FSDP would, not the bf16 ones."""

@@ -9,11 +9,12 @@ from torch import nn
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.base.torchao_types import is_float8_linear
 from torchtitan_lite.catalog.recipes import Matmul
 from torchtitan_lite.config import Float8Config, matches
 
-from .mxfp8 import MXFP8Linear, convert_to_mxfp8
+from .scaled_linear import ScaledLinear
 from .selection import LinearChoice, converted_names, select_linears
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def must_emulate(float8: Float8Config, *, device: torch.device) -> bool:
         return True
 
     capability, major = torch.cuda.get_device_capability(device), float8.recipe.capability_major
-    if major is not None and capability[0] != major:
-        needs = f"{major}.x"
+    if major is not None and (capability[0] != major or torch.version.hip):
+        needs = f"{major}.x by NVIDIA"
     elif not has_float8_units(device):
         needs = f"{'.'.join(map(str, MIN_CAPABILITY))} or newer"
     else:
@@ -49,9 +50,9 @@ def must_emulate(float8: Float8Config, *, device: torch.device) -> bool:
     )
 
 
-def is_float8(module: object) -> "TypeGuard[Float8Linear | MXFP8Linear]":
+def is_float8(module: object) -> "TypeGuard[Float8Linear | ScaledLinear]":
     """Return whether `module` is a linear that trains in float8."""
-    return is_float8_linear(module) or isinstance(module, MXFP8Linear)
+    return is_float8_linear(module) or isinstance(module, ScaledLinear)
 
 
 def convert_linears(
@@ -59,25 +60,30 @@ def convert_linears(
 ) -> None:
     """Swap the chosen linears of `model`, which is on meta, in place."""
     chosen = set(converted_names(choices))
-    if float8.recipe.kind == "mxfp8":
-        convert_to_mxfp8(model, chosen, emulate=emulate)
-    else:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import
-
-        settings = dataclasses.replace(
-            Float8LinearConfig.from_recipe_name(float8.recipe_name),
-            emulate=emulate,
-            enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
-            pad_inner_dim=float8.pad_inner_dim,
-        )
-        convert_to_float8_training(
-            model, config=settings, module_filter_fn=lambda module, name: name in chosen
-        )
+    convert = load_object("[float8] recipe_name", float8.recipe.converter)
+    convert(model, chosen, float8, emulate)
 
     converted = {name for name, module in model.named_modules() if is_float8(module)}
     assert converted == chosen, f"converted and chosen differ in {sorted(converted ^ chosen)}"
     if emulate:
         logger.info(f"float8 is emulated: the numerics of {float8.recipe_name}, not its speed")
+
+
+def convert_to_torchao(
+    model: nn.Module, chosen: Collection[str], float8: Float8Config, emulate: bool
+) -> None:
+    """Swap the linears of `model` that are named in `chosen` for torchao's, in place."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import
+
+    settings = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(float8.recipe.name),
+        emulate=emulate,
+        enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
+        pad_inner_dim=float8.pad_inner_dim,
+    )
+    convert_to_float8_training(
+        model, config=settings, module_filter_fn=lambda module, name: name in chosen
+    )
 
 
 def convert_to_float8(

@@ -1,58 +1,60 @@
-"""A linear that trains in MXFP8, by a prototype of torchao."""
+"""MXFP8 (OCP Microscaling Formats 1.0): e4m3 numbers share a power-of-two scale per 32 elements of
+the dimension that a matmul sums over. Scales are rounded up, so nothing saturates.
 
-from collections.abc import Callable, Collection
-from functools import partial
+The kernels are of a prototype of torchao, which may change or fail: imported only for its users.
+"""
+
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torchao.prototype.mx_formats.config import (
+    MXFP8Dim0CastKernelChoice,
+    MXFP8Dim1CastKernelChoice,
+    ScaleCalculationMode,
+)
+from torchao.prototype.mx_formats.mx_tensor import MXTensor
+from torchao.prototype.mx_formats.utils import _to_mxfp8_dim1_kernel_wrapper
+from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+from torchtitan_lite.config import Float8Config
+
+from .scaled_linear import swap_linears
+
+E4M3, BLOCK, ROUND_UP = torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL
 
 
-class MXFP8Linear(nn.Linear):
-    """A linear with the weight [N, K] of another, trained in MXFP8 (OCP Microscaling Formats 1.0).
+class MXFP8:
+    """The Scaling of MXFP8, with casts that are MXTensors."""
 
-    e4m3 numbers share a power-of-two scale per 32 elements of the dimension that a matmul sums
-    over. Scales are rounded up, so nothing saturates."""
+    def __init__(self, *, emulate: bool) -> None:
+        self._emulate = emulate
 
-    def __init__(
-        self,
-        linear: nn.Linear,
-        multiply: Callable[[Tensor, Tensor], Tensor],
-        cast_weight: Callable[[Tensor], tuple[Any, Any]],
-    ) -> None:
-        """`multiply(input, weight)` and `cast_weight(weight)` are those of mx_matmul."""
-        assert linear.bias is None, "no linear of the model has a bias"
-        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
-        self.weight = linear.weight
-        self._multiply: Callable[[Tensor, Tensor], Tensor] = multiply
-        self.cast_weight: Callable[[Tensor], tuple[Any, Any]] = cast_weight
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Return [..., N] for `input` [..., K]; both are DTensors under tensor parallelism."""
-        weight = self.weight
-        if not isinstance(weight, DTensor):
-            return self._multiply(input, weight)
-
-        # Multiply local shards: torchao's casts of DTensors would gather the scales of each matmul.
-        assert isinstance(input, DTensor), "tensor parallelism makes a DTensor of the input"
-        last = Shard(input.ndim - 1)
-        by_column = weight.placements == (Shard(0),)
-        given, input_grad, output = (
-            (Replicate(), Partial(), last) if by_column else (last, last, Partial())
+    def rows(self, x: Tensor, *, is_weight: bool) -> Any:
+        """Return the cast of `x` [R, C], with scales along C."""
+        kernels, choice = self._kernels(x), MXFP8Dim0CastKernelChoice.TRITON
+        return MXTensor.to_mx(
+            x, E4M3, BLOCK, ROUND_UP, kernels, mxfp8_dim0_cast_kernel_choice=choice
         )
-        assert input.placements == (given,), f"the input is {input.placements}, not {given}"
-        local_input = input.to_local(grad_placements=[input_grad])
-        local_output = self._multiply(local_input, weight.to_local())
-        return DTensor.from_local(local_output, weight.device_mesh, [output], run_check=False)
+
+    def columns(self, x: Tensor, *, is_weight: bool) -> Any:
+        """Return the cast of the transpose [C, R] of `x` [R, C], with scales along R."""
+        kernels, choice = self._kernels(x), MXFP8Dim1CastKernelChoice.CUDA
+        return _to_mxfp8_dim1_kernel_wrapper(x, BLOCK, E4M3, x.dtype, kernels, choice, ROUND_UP)
+
+    def mm(self, left: Any, right: Any) -> Tensor:
+        """Return the product of the casts `left` and `right`."""
+        return torch.mm(left, right)
+
+    def _kernels(self, x: Tensor) -> KernelPreference:
+        """Return what casts `x`: on meta, where nothing is computed, not torchao's kernels."""
+        emulated = self._emulate or x.is_meta
+        return KernelPreference.EMULATED if emulated else KernelPreference.AUTO
 
 
-def convert_to_mxfp8(model: nn.Module, chosen: Collection[str], *, emulate: bool) -> None:
-    """Swap the linears of `model` that are named in `chosen` for MXFP8Linear, in place."""
-    from . import mx_matmul  # imports torchao's prototype
-
-    multiply = partial(mx_matmul.multiply, emulate=emulate)
-    cast_weight = partial(mx_matmul.cast_weight, emulate=emulate)
-    for name in chosen:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear), f"{name} is a linear"
-        model.set_submodule(name, MXFP8Linear(linear, multiply, cast_weight))
+def convert_to_mxfp8(
+    model: nn.Module, chosen: Collection[str], float8: Float8Config, emulate: bool
+) -> None:
+    """Make the linears of `model` that are named in `chosen` train in MXFP8, in place."""
+    swap_linears(model, chosen, MXFP8(emulate=emulate))

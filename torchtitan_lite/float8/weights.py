@@ -23,7 +23,7 @@ from torchao.float8.float8_training_tensor import (
 
 from torchtitan_lite.base.torchao_types import has_one_scale
 
-from .mxfp8 import MXFP8Linear
+from .scaled_linear import ScaledLinear
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ class WeightCaster(nn.Module):
         take them in their place; of DTensors the local parts. `scales`, [] each, are those of whole
         weights, if they are known. `dtype` is the type that the results show, and so their
         gradients'."""
-        if isinstance(linears[0], MXFP8Linear):
+        if isinstance(linears[0], ScaledLinear):
             casts = self(linears[0].cast_weight, [(_local(weight),) for weight in weights])
             return list(starmap(TwiceCastWeight, casts))
         whole = [

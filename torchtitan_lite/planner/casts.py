@@ -38,6 +38,8 @@ _TRANSPOSED = Traffic(kernels=1), Traffic(transposing=2, kernels=1)
 # The casts of MXFP8 are kernels of torchao, compiled or not. Two more kernels, or one if compiled,
 # bring the scales, a 32nd of the elements, into the order that the matmul takes.
 _MX, _MX_EAGER = Traffic(3, kernels=2), Traffic(3, kernels=3)
+# Of blocks the same operators, less a clamp, and one that transposes what is cast by columns.
+_BLOCKS, _COLUMNS = Traffic(31, kernels=8), Traffic(31, transposing=2, kernels=8)
 
 # Compiled, a cast reads 2 bytes and writes 1, and backward casts again, into the layout of its
 # matmuls. Inductor fuses the casts of inputs and gradients with the norms, SwiGLU and rotary
@@ -81,6 +83,13 @@ COMPILED = {
         weight_before=Traffic(6, kernels=2),
         weight_when_cast=(Traffic(kernels=1), Traffic(kernels=1)),
     ),
+    # A kernel more for each cast by rows brings the scales into columns. A weight is read twice.
+    "blockwise": Casts(
+        input=(Traffic(0.6, kernels=1.75), Traffic(0, 1.3, 2.6, kernels=2)),
+        weight=(Traffic(5, kernels=2.3), Traffic(transposing=3, kernels=2)),
+        grad_output=Traffic(-0.2, 1.3, 2.6, kernels=2),
+        weight_before=Traffic(5, 3, kernels=4.3),
+    ),
 }
 EAGER = {
     "tensorwise": Casts(
@@ -94,5 +103,11 @@ EAGER = {
         Traffic(6, kernels=6),
         Traffic(6, kernels=2),
         (Traffic(kernels=2), Traffic(kernels=2)),
+    ),
+    "blockwise": Casts(
+        (_BLOCKS, _COLUMNS),
+        (_BLOCKS, _COLUMNS),
+        Traffic(62, transposing=2, kernels=16),
+        Traffic(62, transposing=2, kernels=17),
     ),
 }

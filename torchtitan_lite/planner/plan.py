@@ -88,11 +88,12 @@ def check_planned(config: Config, device: DeviceSpec) -> None:
             "units with a known peak; plan another --device, give [metrics] peak_tflops_fp8, or "
             "set it to false."
         )
-    if recipe.capability_major is not None and not device.mxfp8:
+    major = recipe.capability_major
+    if major not in (None, device.capability_major):
+        fitting = ", ".join(each.name for each in DEVICES if each.capability_major == major)
         raise ConfigError(
-            f'[float8] recipe_name = "{recipe.name}", but torchao has no kernels of it for the '
-            f"{device.name}, only for {', '.join(each.name for each in DEVICES if each.mxfp8)}; "
-            "plan another --device or recipe."
+            f'[float8] recipe_name = "{recipe.name}", but there are no kernels of it for the '
+            f"{device.name}, only for {fitting}; plan another --device or recipe."
         )
 
 
