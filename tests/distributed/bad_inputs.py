@@ -28,6 +28,7 @@ BEFORE_START = [
     "--trainnig.steps 5",
     "training.steps=5",
     "--optimizer.lr=-1",
+    "--optimizer.no_decay norms",
     "--float8.recipe_name rowise",
     "--model.flavor 7B",
     "COMM_MODE=fake_backend",
