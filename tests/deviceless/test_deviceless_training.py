@@ -16,6 +16,7 @@ from torchtitan_lite.planner.plan import find_device, make_plan
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]
 COMPILED = "--compile.enable"
+MUON = "--optimizer.name=Muon"
 FLOAT8 = "--float8.enable_float8_linear"
 GATHERED = "--float8.enable_fsdp_float8_all_gather"
 PRECOMPUTED = "--float8.precompute_float8_dynamic_scale_for_fsdp"
@@ -153,6 +154,8 @@ CASES = {
     # Optimizer states.
     "float32 states": Case(("--optimizer.state_dtype=float32",)),
     "bfloat16 states": Case(("--optimizer.state_dtype=bfloat16",)),
+    "Muon": Case((MUON, "--optimizer.no_decay=norm")),
+    "Muon, compiled": Case((MUON, COMPILED)),
     # Float8.
     "tensorwise": Case((FLOAT8,), TENSORWISE),
     "tensorwise, compiled": Case((FLOAT8, COMPILED), TENSORWISE),
@@ -193,6 +196,8 @@ CASES = {
     "FSDP, never, compiled": Case(
         (FLOAT8, GATHERED, PRECOMPUTED, COMPILED, resharding("never")), TENSORWISE, gpus=2
     ),
+    "FSDP, Muon": Case((FLOAT8, GATHERED, MUON, COMPILED), TENSORWISE, gpus=2),
+    "TP, Muon": Case((TP, MUON), gpus=2),
     "FSDP, tied": Case((FLOAT8, GATHERED, PRECOMPUTED, *TIED), TENSORWISE, gpus=2),
     "FSDP, few tokens": Case(("--training.seq_len=4096", *checkpointing("selective")), gpus=2),
     "TP": Case((FLOAT8, TP), TENSORWISE, gpus=2),

@@ -31,6 +31,7 @@ BEFORE_START = [
     "--optimizer.name sgd",
     "NGPU=2 --training.loss my_code:loss --parallelism.tensor_parallel_degree 2",
     "--training.dataset my_code:batches --validation.enable",
+    "--optimizer.no_decay norms",
     "--float8.recipe_name rowise",
     "--model.flavor 7B",
     "COMM_MODE=fake_backend",

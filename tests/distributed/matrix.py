@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, combinations, product
 from pathlib import Path
+from types import MappingProxyType
 
 from launching import FOLDER, read_records, torchrun
 
@@ -38,6 +39,11 @@ DOCUMENTS = (
     "--training.dataset_path=tests/distributed/documents.jsonl",
 )
 """Of a few tokens each, which begin and end anywhere in a sequence."""
+MUON = {
+    "Muon": ("--optimizer.name=Muon",),
+    "Muon all_gather": ("--optimizer.name=Muon", *RECIPES["all_gather"]),
+}
+"""An optimizer, like a recipe."""
 CP = "--parallelism.context_parallel_degree"
 TP = "--parallelism.tensor_parallel_degree"
 HSDP = "--parallelism.data_parallel_replicate_degree=2"
@@ -131,6 +137,9 @@ SMOKE = [
     ("all_gather", "PP 2 x TP", "op", "eager", "Interleaved1F1B", 4),
     ("bf16 documents", "PP 2 x CP", "none", "eager", "1F1B", 4),
     ("bf16 documents", "PP 2 x HSDP", "none", "eager", "Interleaved1F1B", 4),
+    ("Muon", "FSDP x TP", "none", "eager", 4),
+    ("Muon all_gather", "HSDP x CP", "full", "eager", 4),
+    ("Muon", "PP 2 x FSDP", "none", "eager", "1F1B", 4),
 ]
 """Recipe, layout, checkpointing, mode, of a pipeline also the schedule, and processes."""
 
@@ -172,13 +181,16 @@ def blockwise_cells(*, steps: int) -> list[Cell]:
 
 
 def pipeline_cells(
-    layouts: Mapping[str, tuple[int, tuple[str, ...]]] = PIPELINE_LAYOUTS, *, steps: int
+    layouts: Mapping[str, tuple[int, tuple[str, ...]]] = PIPELINE_LAYOUTS,
+    more_recipes: Overrides = MappingProxyType({}),
+    *,
+    steps: int,
 ) -> list[Cell]:
     """Return a cell for each combination of some recipes, a pipeline, checkpointing, mode and
     schedule. Its reference has the same checkpointing and mode: what the compiler rounds otherwise
     adds up over 8 blocks."""
     recipes = {name: RECIPES[name] for name in ("bf16", "all_gather", "rowwise")}
-    recipes["bf16 documents"] = DOCUMENTS
+    recipes |= {"bf16 documents": DOCUMENTS, **more_recipes}
     cells = []
     for recipe, ac, mode in product(recipes, PIPELINE_CHECKPOINTING, MODES):
         settings = (*recipes[recipe], *PIPELINE_CHECKPOINTING[ac], *MODES[mode])
@@ -212,13 +224,13 @@ def combine(
 
 
 def smoke_cells(*, steps: int) -> list[Cell]:
-    """Return a few cells in which every recipe, layout, product of two degrees, checkpointing, mode
-    and kind of schedule occurs."""
-    recipes = RECIPES | {"bf16 documents": DOCUMENTS, "mxfp8": MXFP8, "blockwise": BLOCKWISE}
+    """Return a few cells in which every recipe, optimizer, layout, product of two degrees, mode,
+    checkpointing and kind of schedule occurs."""
+    recipes = RECIPES | {"bf16 documents": DOCUMENTS, "mxfp8": MXFP8, "blockwise": BLOCKWISE} | MUON
     layouts = LAYOUTS | MORE_LAYOUTS | CONTEXT_LAYOUTS
     all_cells = [
         *combine(recipes, layouts, CHECKPOINTING | CONTEXT_CHECKPOINTING, steps=steps),
-        *pipeline_cells(PIPELINE_LAYOUTS | MORE_PIPELINE_LAYOUTS, steps=steps),
+        *pipeline_cells(PIPELINE_LAYOUTS | MORE_PIPELINE_LAYOUTS, MUON, steps=steps),
     ]
     found = {(*cell.factors, cell.processes): cell for cell in all_cells}
     return [found[row] for row in SMOKE]

@@ -10,6 +10,7 @@ from matrix import (
     CONTEXT_LAYOUTS,
     LAYOUTS,
     MODES,
+    MUON,
     PIPELINE_LAYOUTS,
     RECIPES,
     TOLERANCE,
@@ -42,7 +43,15 @@ def failed(folder: Path) -> dict[str, str]:
 
 def test_smoke_cells_have_every_value() -> None:
     values = {factor for cell in CELLS for factor in cell.factors}
-    wanted = {*RECIPES, *LAYOUTS, *CONTEXT_LAYOUTS, *PIPELINE_LAYOUTS, *CHECKPOINTING, *MODES}
+    wanted = {
+        *RECIPES,
+        *MUON,
+        *LAYOUTS,
+        *CONTEXT_LAYOUTS,
+        *PIPELINE_LAYOUTS,
+        *CHECKPOINTING,
+        *MODES,
+    }
     assert wanted - values == {"PP 4"}  # needs as many processes for one degree
     assert BUDGET in values
 

@@ -11,6 +11,7 @@ import torch
 from sample_jobs import TOKENIZER, job_of
 from torchao.float8.float8_linear import Float8Linear
 
+from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.base.torchao_types import is_gathered_in_float8
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, CheckpointManifest
@@ -22,6 +23,7 @@ from torchtitan_lite.config import (
     Float8Config,
     MetricsConfig,
     ModelConfig,
+    OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
     ValidationConfig,
@@ -141,6 +143,26 @@ def test_a_resume_logs_what_it_changes(notices):
     check_resume(resume, job)
     assert "since step 20: [training] steps: 30 -> 40" in notices.messages
     assert "since step 20: [training] global_batch_size: -1 -> 8" in notices.messages
+
+
+@pytest.mark.parametrize(("before", "now"), [("AdamW", "Muon"), ("Muon", "Adam"), ("", "Muon")])
+def test_a_checkpoint_of_another_kind_of_optimizer_needs_new_moments(before, now):
+    job = job_of(Config(optimizer=OptimizerConfig(name=now)))
+    saved = CheckpointManifest(
+        world_size=2,
+        model=asdict(job.model_args),
+        config=f'[optimizer]\nname = "{before}"' if before else "",
+        progress=NEW_RUN,
+    )
+    message = (
+        rf'\[optimizer\] name = "{now}": a/b .* of "{before or "AdamW"}".*exclude_from_loading'
+    )
+    with pytest.raises(CheckpointError, match=message):
+        check_resume(Resume(Path("a/b"), saved), job)
+    check_resume(Resume(Path("a/b"), saved, new_moments=True), job)
+    for name in ("Adam", "AdamW"):
+        other = replace(saved, config=f'[optimizer]\nname = "{name}"')
+        check_resume(Resume(Path("a/b"), other), job_of(Config()))
 
 
 # ----- build_loaded_model -----

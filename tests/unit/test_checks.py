@@ -68,6 +68,7 @@ def test_all_broken_rules_are_named():
     ('optimizer.state_dtype = "bfloat16", optimizer.implementation = "foreach"', '"fused"'),
     ('optimizer.state_dtype = "float32", training.dtype = "bfloat16"', "unset"),
     ('optimizer.state_dtype = "bfloat16", optimizer.name = "Adam"', "AdamW"),
+    ('optimizer.state_dtype = "bfloat16", optimizer.name = "Muon"', "AdamW"),
     ("validation.enable = true, validation.steps = 0", "-1 for all"),
     ("validation.enable = true, validation.seq_len = 64", "held out"),
     ('validation.enable = true, validation.seq_len = 64, validation.dataset = "c4", '
@@ -174,6 +175,20 @@ def test_recipes_refuse_keys_that_are_not_theirs(recipe, toml, fix):
     toml = f'float8.recipe_name = "{recipe}", {toml}'
     assert check(toml) == []
     check_refused(f"float8.enable_float8_linear = true, {toml}", rf'.* = "{recipe}": .*{fix}')
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parts_of_parameter_names_occur_in_one(tied):
+    parts = ["norm", "ffn_norm", "layers.5", "attention.wq.weight", "output", "layers.6", "norms"]
+    table = {"no_decay": parts, "lr_factors": dict.fromkeys(parts, 2.0)}
+    model = {"flavor": "debugmodel", "tie_embeddings": tied}
+    config = Config.model_validate({"model": model, "optimizer": table})
+    problems = check_config(config, world_size=1)
+    refused = [
+        re.findall(r"(\w+) = .*no parameter has '(.*)' in its name", each) for each in problems
+    ]
+    wrong = ["output", "layers.6", "norms"] if tied else ["layers.6", "norms"]
+    assert refused == [[(key, part)] for key in table for part in wrong]
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -33,6 +33,7 @@ LATE = {
     ("training.model", "parallel.pipeline.PipelinedMicrobatches"),
     ("training.model", "parallel.tensor_parallel.float8_gathers"),
     ("training.optim", "training.bfloat16_adamw.BFloat16AdamW"),
+    ("training.optim", "training.muon.Muon"),
     ("training.trainer", "checkpoint.hf_export"),
     ("training.trainer", "float8.numerics.NumericsMonitor"),
     ("training.trainer", "metrics.stage_times.StageTimes"),

@@ -31,6 +31,7 @@ from torchtitan_lite.config.keys import (
     ("metrics.writers", "array", 'array of "module:name"', False, []),
     ("training.datasets", "array", "array of {path, weight}", False, []),
     ("compile.components", "array", 'array of "model"|"loss"', False, ["model", "loss"]),
+    ("optimizer.lr_factors", "object", "object", False, {}),
 ])  # fmt: skip
 def test_a_key_has_the_type_and_default_of_its_field(name, kind, type_text, optional, default):
     key = KEYS[name]

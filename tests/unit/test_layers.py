@@ -55,6 +55,9 @@ HUGE = "9" * 5000  # more digits than Python converts
         ("--job.description None", "job.description", "None"),
         ("--no.steps", "no.steps", True),
         ("--compile.no_enable=true", "compile.no_enable", True),
+        ("--optimizer.no_decay norm,wq", "optimizer.no_decay", "norm,wq"),
+        ("--optimizer.no-decay=norm", "optimizer.no_decay", "norm"),
+        ("--optimizer.lr_factors '{wq=0.5}'", "optimizer.lr_factors", {"wq": 0.5}),
         # Strings need no quotes.
         ("--job.description 5", "job.description", "5"),
         ("--job.description 'two words'", "job.description", "two words"),

@@ -18,7 +18,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import OptimizerConfig, TrainingConfig
 from torchtitan_lite.training import bfloat16_adamw, optim
-from torchtitan_lite.training.optim import UpdateGuard, build_optimizer, clip_gradients, step_unless
+from torchtitan_lite.training.optim import (
+    UpdateGuard,
+    build_optimizer,
+    clip_gradients,
+    parameter_groups,
+    step_unless,
+)
 
 SETTINGS = [
     *({"implementation": implementation} for implementation in ("fused", "foreach", "for-loop")),
@@ -115,7 +121,7 @@ def test_an_update_on_a_gpu_is_compiled_by_the_backend(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda update, **options: compiled.append(options))
     with FakeTensorMode():
         weight = nn.Parameter(torch.empty(3, device="cuda"))
-        build_optimizer([weight], OptimizerConfig(state_dtype="bfloat16"), "eager")
+        build_optimizer([weight], OptimizerConfig(state_dtype="bfloat16"), backend="eager")
     assert compiled == [{"dynamic": False, "backend": "eager"}]
 
 
@@ -184,6 +190,166 @@ def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -
     found, _ = updates("bfloat16", steps=3)
     # A moment near the middle may be rounded otherwise.
     assert (found - expected).norm() / expected.norm() < 1e-3
+
+
+# ----- parameter_groups -----
+NAMES = (
+    "tok_embeddings.weight",
+    "layers.0.attention_norm.weight",
+    "layers.0._checkpoint_wrapped_module.attention.wq.weight",
+    "layers.10.feed_forward.w2.weight",
+    "norm.weight",
+)
+
+
+def test_parameters_are_one_group_by_default() -> None:
+    named = {name: nn.Parameter(torch.ones(1)) for name in NAMES}
+    (group,) = parameter_groups(named.items(), OptimizerConfig(weight_decay=0.2))
+    assert group["params"] == [*named.values()]
+    assert (group["weight_decay"], group["lr_factor"]) == (0.2, 1.0)
+    assert group["param_names"][2] == "layers.0.attention.wq.weight"
+
+
+def test_parameter_groups_have_their_own_decay_and_learning_rate() -> None:
+    config = OptimizerConfig(
+        no_decay=["norm", "attention_norm", "layers.1"],
+        lr_factors={"tok_embeddings": 0.5, "layers.0": 0.25, "wq": 2.0},
+    )
+    groups = parameter_groups([(name, nn.Parameter(torch.ones(1))) for name in NAMES], config)
+    found = {
+        name.removesuffix(".weight"): (group["weight_decay"], group["lr_factor"])
+        for group in groups
+        for name in group["param_names"]
+    }
+    assert found == {
+        "tok_embeddings": (0.1, 0.5),
+        "layers.0.attention_norm": (0.0, 0.25),
+        "layers.0.attention.wq": (0.1, 0.5),
+        "layers.10.feed_forward.w2": (0.1, 1.0),
+        "norm": (0.0, 1.0),
+    }
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, {"name": "Muon"}])
+def test_groups_decay_and_learn_by_themselves(settings: dict[str, str]) -> None:
+    """With gradients of zero only the decay changes a weight."""
+    config = OptimizerConfig(
+        lr=0.5, weight_decay=0.5, no_decay=["norm"], lr_factors={"wq": 0.5}, **settings
+    )
+    shapes = {"layers.0.attention.wq": (4, 2), "layers.0.attention.wk": (2, 4), "norm": (4,)}
+    named = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    optimizer = build_optimizer(parameter_groups(named.items(), config), config)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.5 * group["lr_factor"]
+    for weight in named.values():
+        weight.grad = torch.zeros_like(weight)
+    step_unless(optimizer, torch.tensor(0.0))
+    changed = [bool((weight != 1).any()) for weight in named.values()]
+    assert changed == [True, True, False]
+    if config.name != "Adam":  # whose decay is a gradient
+        assert [weight.flatten()[0].item() for weight in named.values()] == [0.875, 0.75, 1.0]
+
+
+# ----- Muon -----
+SHAPES = {
+    "layers.0.attention.wk.weight": (24, 64),
+    "layers.0.attention.wo.weight": (64, 64),
+    "layers.1.feed_forward.w1.weight": (160, 64),
+    "layers.1.ffn_norm.weight": (64,),
+    "output.weight": (90, 64),
+}
+
+
+def orthogonal(momentum: torch.Tensor) -> torch.Tensor:
+    """Five Newton-Schulz iterations with the coefficients of Jordan's quintic polynomial."""
+    x = momentum.bfloat16()
+    x = x / x.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.float()
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_muon_is_the_papers_for_matrices_of_blocks_and_adamw_for_the_rest(
+    implementation: Any,
+) -> None:
+    torch.manual_seed(0)
+    lr, decay = 2e-2, 0.1
+    config = OptimizerConfig(name="Muon", lr=lr, implementation=implementation)
+    named = {name: nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
+    optimizer = build_optimizer(parameter_groups(named.items(), config), config)
+    torchs = {name: nn.Parameter(weight.detach().clone()) for name, weight in named.items()}
+    plain = {name: weight.detach().clone() for name, weight in named.items()}
+    sums = {name: torch.zeros_like(weight) for name, weight in plain.items()}
+    matrices = [*SHAPES][:3]
+    muon = torch.optim.Muon([torchs[name] for name in matrices], lr, adjust_lr_fn="match_rms_adamw")
+    rest = [weight for name, weight in torchs.items() if name not in matrices]
+    adamw = torch.optim.AdamW(rest, lr, (0.9, 0.95), weight_decay=decay)
+
+    for found_inf in (0.0, 1.0, 0.0, 0.0):
+        gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        for name, weight in named.items():
+            weight.grad = gradients[name] * (math.nan if found_inf else 1)
+            torchs[name].grad = gradients[name]
+        step_unless(optimizer, torch.tensor(found_inf))
+        if found_inf:
+            continue
+        muon.step()
+        adamw.step()
+        for name in matrices:
+            sums[name] = 0.95 * sums[name] + gradients[name]
+            update = orthogonal(gradients[name] + 0.95 * sums[name])
+            scale = 0.2 * math.sqrt(max(update.shape))
+            plain[name] -= lr * (scale * update + decay * plain[name])
+
+    for name, weight in named.items():
+        torch.testing.assert_close(weight, torchs[name], rtol=1e-5, atol=1e-7)
+    for name in matrices:  # in bfloat16, iterations in another order round otherwise
+        change = lr * 3 * 0.2 * math.sqrt(max(SHAPES[name]))
+        assert (named[name] - plain[name]).abs().max() < 0.01 * change
+    assert {name: {*optimizer.state[weight]} for name, weight in named.items()} == {
+        name: {"momentum_buffer"} if name in matrices else {"step", "exp_avg", "exp_avg_sq"}
+        for name in SHAPES
+    }
+
+
+def test_a_muon_update_is_as_large_as_adamws() -> None:
+    torch.manual_seed(0)
+    for shape in ((512, 128), (128, 512), (256, 256)):
+        config = OptimizerConfig(name="Muon", lr=1.0, weight_decay=0.0)
+        weight = nn.Parameter(torch.zeros(shape))
+        groups = parameter_groups([("layers.0.attention.wq.weight", weight)], config)
+        optimizer = build_optimizer(groups, config)
+        weight.grad = torch.randn(shape)
+        step_unless(optimizer, torch.tensor(0.0))
+        assert weight.square().mean().sqrt().item() == pytest.approx(0.2, rel=0.2)
+
+
+def test_muon_decides_on_the_device_whether_to_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = OptimizerConfig(name="Muon")
+    named = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
+    optimizer = build_optimizer(parameter_groups(named.items(), config), config)
+    for weight in named.values():
+        weight.grad = torch.ones_like(weight)
+    monkeypatch.setattr(torch.Tensor, "item", lambda x: pytest.fail("waits for the device"))
+    step_unless(optimizer, torch.tensor(0.0))
+
+
+def test_muon_keeps_weights_and_momentum_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    config = OptimizerConfig(name="Muon", lr=1e-2)
+    start, gradient = torch.randn(32, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+    updated = []
+    for dtype in (torch.bfloat16, torch.float32):
+        weight = nn.Parameter(start.to(dtype, copy=True))
+        groups = parameter_groups([("layers.0.attention.wq.weight", weight)], config)
+        optimizer = build_optimizer(groups, config)
+        weight.grad = gradient.to(dtype)
+        step_unless(optimizer, torch.tensor(0.0))
+        assert optimizer.state[weight]["momentum_buffer"].dtype is dtype
+        updated.append(weight.detach())
+    assert torch.equal(updated[0], updated[1].bfloat16())
 
 
 # ----- UpdateGuard, clip_gradients -----

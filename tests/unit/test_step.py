@@ -10,6 +10,7 @@ from sample_plans import DEVICE, RATES, linears_of, roofline_of, scheme_of
 
 from torchtitan_lite.catalog.flavors import FLAVORS, OUTPUT, ModelArgs
 from torchtitan_lite.planner.roofline import Roofline
+from torchtitan_lite.planner.share import Share
 from torchtitan_lite.planner.step import (
     CONTEXT,
     HOST,
@@ -277,6 +278,21 @@ EACH = {"degrees": (1, 8, 1), "parallelism": {"fsdp_reduce_gradients": "each"}}
 def test_copies_of_weights_and_gradients_and_the_update(recipe, settings, passes, nbytes):
     step = time(recipe, passes=passes, **settings)
     assert step.compute_s["weights and optimizer"] == approx(nbytes * PARAMETERS / MEMORY)
+
+
+def test_muon_has_one_moment_of_matrices_and_ranks_share_its_iterations():
+    muon = {"optimizer": {"name": "Muon"}}
+    assert Share(roofline(**muon).job, ()).state_width == approx(8 - 4 * 4 * LINEARS / PARAMETERS)
+    at = roofline()
+    square = 3 * at.gemm_s(1024, 1024, 1024)
+    wide = sum(at.gemm_s(*sizes) for sizes in ((1024, 1024, 4096), (1024,) * 3, (1024, 4096, 1024)))
+    iterations = 5 * 4 * (4 * square + 3 * wide)
+    assert time(**muon).compute_s["Newton-Schulz"] == approx(iterations)
+
+    # Each of 8 ranks has 4 of 28 matrices at most, and sends 7/8 of its shards twice, in bfloat16.
+    exchanges = 2 * 2 * 4 * LINEARS / 8 * 7 / 8 / LINK
+    step = time(degrees=(1, 8, 1), **muon)
+    assert step.compute_s["Newton-Schulz"] == approx(iterations * 4 / 28 + exchanges)
 
 
 @pytest.mark.parametrize("reduced", ["last", "each"])

@@ -7,12 +7,13 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, ModelArgs
 from torchtitan_lite.catalog.recipes import RECIPES, Recipe
 from torchtitan_lite.catalog.run_files import RUN_FILES
 from torchtitan_lite.catalog.schedules import INTERLEAVED
 
 from .arithmetic import (
+    matches,
     multiples_near,
     resolve_batch,
     resolve_degrees,
@@ -23,7 +24,7 @@ from .arithmetic import (
 )
 from .keys import Values, describe, flat_config, show
 from .sections import Config
-from .stages import resolve_stages
+from .stages import FIRST, LAST, resolve_stages
 from .types import CROSS_ENTROPY
 
 SET = bool
@@ -57,7 +58,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "only AdamW has such moments; use it, or unset state_dtype": {
         "[optimizer] state_dtype": "bfloat16",
-        "[optimizer] name": "Adam",
+        "[optimizer] name": lambda name: name in ("Adam", "Muon"),
     },
     'only "fused" has such moments; use it, or unset state_dtype': {
         "[optimizer] state_dtype": "bfloat16",
@@ -238,6 +239,7 @@ def _check_model(config: Config, values: Values) -> Iterator[str]:
     linears = [f"layers.{i}.{name}" for i in range(args.n_layers) for name in BLOCK_LINEARS]
     if config.float8.enable_float8_linear:
         yield from unmatched_filters(config.float8.filter_fqns, [*linears, OUTPUT])
+    yield from _check_parts(values, args, linears)
 
     option, mode = "[activation_checkpoint] selective_ac_option", "[activation_checkpoint] mode"
     if values[option] not in ("op", *map(str, range(1, args.n_layers + 1))):
@@ -252,6 +254,19 @@ def _check_model(config: Config, values: Values) -> Iterator[str]:
         names = mode, "[model] flavor", "[parallelism] tensor_parallel_degree"
         fix = f'crashes the compiler of torch {torch}; install torch 2.13, or use "selective"'
         yield describe(values, *names, fix=fix)
+
+
+def _check_parts(values: Values, args: ModelArgs, linears: list[str]) -> Iterator[str]:
+    """Check that parts of parameter names, which keys of [optimizer] hold, occur in one."""
+    norms = ("attention_norm", "ffn_norm")
+    names = [*linears, *(f"layers.{i}.{norm}" for i in range(args.n_layers) for norm in norms)]
+    names += [*FIRST, *LAST[: 1 if args.tie_embeddings else 2]]
+    last_parts = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+    for key in ("[optimizer] no_decay", "[optimizer] lr_factors"):
+        for part in values[key]:
+            if not any(matches(part, f"{name}.weight") for name in names):
+                fix = f"no parameter has {part!r} in its name; use {last_parts} or layers.0"
+                yield describe(values, key, fix=fix)
 
 
 def _check_recipe(config: Config, values: Values) -> Iterator[str]:

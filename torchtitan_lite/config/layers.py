@@ -100,7 +100,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[Path, Layer, list[str]]:
         word = words.popleft()
         name, equals, text = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
-        negated = not equals and ".no_" in name  # as tyro writes false
+        negated = not equals and ".no_" in name and name not in KEYS  # as tyro writes false
         if negated:
             name = name.replace(".no_", ".")
         key = KEYS.get(current_name(name))

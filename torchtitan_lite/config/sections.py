@@ -99,17 +99,23 @@ class ModelConfig(Section):
 
 class OptimizerConfig(Section):
     name: OptimizerName = "AdamW"
-    """AdamW and Adam differ in weight decay only, and resume from each other's checkpoints."""
+    """Adam has L2 decay. Muon orthogonalizes updates of the blocks' matrices, and is AdamW else."""
     lr: Annotated[float, Field(gt=0, le=10)] = 8e-4
     """Peak learning rate."""
+    lr_factors: dict[Name, Annotated[float, Field(ge=0, le=1e4)]] = {}
+    """Factors of lr by parts of parameter names, as { tok_embeddings = 0.5, "layers.0.wq" = 2 }."""
     beta1: Share = 0.9
     """Decay of the first moment."""
     beta2: Share = 0.95
     """Decay of the second moment."""
     eps: Annotated[float, Field(ge=1e-20, le=1)] = 1e-8
     """Added to the root of the second moment."""
+    momentum: Share = 0.95
+    """Decay of Muon's Nesterov momentum of matrices."""
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     """Weight decay of every parameter: AdamW's is decoupled, Adam's is added to the gradients."""
+    no_decay: Names = ()
+    """Parts of names of parameters without decay: attention_norm, ffn_norm, norm (the last), ..."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How PyTorch runs the update; only "fused" never waits for the device to skip a bad one."""
     state_dtype: Literal["float32", "bfloat16"] | None = None

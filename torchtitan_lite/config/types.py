@@ -101,7 +101,7 @@ CROSS_ENTROPY = "cross_entropy"
 LossName = Annotated[str, OneOf((CROSS_ENTROPY,))]
 DecayType = Annotated[str, OneOf(tuple(DECAYS))]
 RecipeName = Annotated[str, OneOf(tuple(RECIPES))]
-OptimizerName = Annotated[str, OneOf(("AdamW", "Adam"))]
+OptimizerName = Annotated[str, OneOf(("AdamW", "Adam", "Muon"))]
 OutsideNames = Annotated[tuple[Annotated[str, OneOf()], ...], Strict(False)]
 """Objects outside the package."""
 _Schedule: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]

@@ -8,6 +8,7 @@ truncated normal.
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,16 +50,12 @@ def local_part(tensor: Tensor) -> Any:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def local_offset(param: Tensor) -> list[int]:
-    """Return the global index, per dimension, at which this rank's shard of `param` starts.
+def find_shard(param: DTensor, coordinate: Sequence[int]) -> tuple[slice, ...]:
+    """Return the global indices, per dimension, of the shard of `param` on a rank of its mesh.
 
     Tensor parallelism, the last mesh dimension, splits a weight before FSDP splits each part. The
     function of torch 2.13 differs from FSDP where parts are uneven."""
     offset, size = [0] * param.ndim, list(param.shape)
-    if not isinstance(param, DTensor):
-        return offset
-    coordinate = param.device_mesh.get_coordinate()
-    assert coordinate is not None, "this rank holds no part of the parameter"
     for mesh_dim in reversed(range(param.device_mesh.ndim)):
         placement = param.placements[mesh_dim]
         if placement.is_replicate():
@@ -68,10 +65,19 @@ def local_offset(param: Tensor) -> list[int]:
         start = min(coordinate[mesh_dim] * chunk, size[dim])
         offset[dim] += start
         size[dim] = min(chunk, size[dim] - start)
+    return tuple(slice(start, start + n) for start, n in zip(offset, size, strict=True))
 
-    local_shape = list(local_part(param).shape)
+
+def local_offset(param: Tensor) -> list[int]:
+    """Return the global index, per dimension, at which this rank's shard of `param` starts."""
+    if not isinstance(param, DTensor):
+        return [0] * param.ndim
+    coordinate = param.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds no part of the parameter"
+    shard = find_shard(param, coordinate)
+    size, local_shape = [each.stop - each.start for each in shard], [*local_part(param).shape]
     assert size == local_shape, f"the shard has shape {local_shape}, not {size}"
-    return offset
+    return [each.start for each in shard]
 
 
 @torch.no_grad()

@@ -100,7 +100,7 @@ def _moment(share: Share, name: str, gradients: int, *, buffers: int = 0, **part
         name,
         parameters,
         gradients,
-        optimizer_states=parameters * share.state_width // share.weight_width,
+        optimizer_states=round(parameters * share.state_width / share.weight_width),
         buffers=rotary_tables + buffers + received,
         **parts,
     )

@@ -3,6 +3,7 @@
 `make_plan` returns plain values, section by section; docs/plan.md documents every key.
 """
 
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
-from torchtitan_lite.catalog.flavors import OUTPUT
+from torchtitan_lite.catalog.flavors import OUTPUT, block_linear_shapes
 from torchtitan_lite.config import AUTO, Config, MetricsConfig, ModelConfig, resolve_model
 from torchtitan_lite.config.job import Job, TokenizerValues, build_job
 from torchtitan_lite.config.keys import closest
@@ -223,10 +224,12 @@ def plan_schedule(
 def _plan_model(job: Job, meta: MetaModel) -> dict[str, Any]:
     args = job.model_args
     looked_up = 0 if args.tie_embeddings else args.vocab_size * args.dim
+    matrices = args.n_layers * sum(map(math.prod, block_linear_shapes(args).values()))
+    widths = state_widths(job.config, matrices / meta.parameters)
     return asdict(args) | {
         "parameters": meta.parameters,
         "parameters_without_embedding": meta.parameters - looked_up,
-        "checkpoint_bytes": sum(state_widths(job.config)) * meta.parameters,
+        "checkpoint_bytes": round(sum(widths) * meta.parameters),
     }
 
 

@@ -16,10 +16,12 @@ EMBEDDING = "tok_embeddings"
 WIDTHS = {"bfloat16": 2, "float32": 4}  # bytes of an element
 
 
-def state_widths(config: Config) -> tuple[int, int]:
-    """Return the bytes of an element of weights, and of the optimizer's state of it."""
+def state_widths(config: Config, matrices: float) -> tuple[int, float]:
+    """Return the bytes of an element of weights, and of the optimizer's state of it: two moments,
+    but one for Muon's `matrices`, the share of weights in the blocks' linears."""
     dtype, optimizer = config.training.dtype, config.optimizer
-    return WIDTHS[dtype], 2 * WIDTHS[optimizer.state_dtype or dtype]  # AdamW's two moments
+    moments = 2 - matrices if optimizer.name == "Muon" else 2
+    return WIDTHS[dtype], moments * WIDTHS[optimizer.state_dtype or dtype]
 
 
 def without_fsdp(job: Job) -> bool:
@@ -44,8 +46,7 @@ class Share:
         every = config.activation_checkpoint.checkpointed_layers(model.n_layers)
         self.blocks, self.checkpointed = len(indices), len(indices & {*every})
 
-        # Bytes of an element of weights, their state, the compute type, and reduced gradients.
-        self.weight_width, self.state_width = state_widths(config)
+        # Bytes of an element of the compute type, and of reduced gradients.
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
@@ -60,6 +61,8 @@ class Share:
         self.embedding = (self.matrix + model.dim * self.tied) * self.has_embedding
         self.output = (self.matrix + model.dim) * (self.has_output and not self.tied)
         self.weights = self.blocks * self.block + self.embedding + self.output
+        self.matrices = self.blocks * sum(sizes.values()) // self.tp
+        self.weight_width, self.state_width = state_widths(config, self.matrices / self.weights)
 
         # Whether weights stay gathered from the forward to the backward pass, and are then cast to
         # float8 once for all microbatches; and whether they are cast before a microbatch at all.

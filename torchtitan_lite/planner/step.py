@@ -5,10 +5,11 @@ takes n blocks' time on the rank that computes longest. docs/plan.md says what c
 waited for.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan_lite.catalog.flavors import OUTPUT
+from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
 from torchtitan_lite.float8.selection import LinearChoice
 
 from .roofline import Roofline
@@ -65,6 +66,8 @@ def time_step(
     compute_s = {name: n * part * each for name, each in compute.items()}
     compute_s["output and loss"] = n * head_s if share.has_output else 0.0
     compute_s["weights and optimizer"] = slow * _update_s(roofline, share)
+    if job.config.optimizer.name == "Muon":
+        compute_s["Newton-Schulz"] = slow * _newton_schulz_s(roofline, share)
     exposed, hidden = _sharded_s(roofline, share, part * blocks_s)
     late = rates.slowest_device - 1 if job.degrees.world_size > 1 else 0.0
     compute_s["slowest device"] = late * sum(compute_s.values())
@@ -97,6 +100,21 @@ def _update_s(roofline: Roofline, share: Share) -> float:
     gradients = (6 * share.reductions + 10 * added) * weights
     summed = 8 * weights if added and not share.without_fsdp else 0
     return roofline.move_s(updated + gathers * gathered + gradients + summed, 20 * n * share.blocks)
+
+
+def _newton_schulz_s(roofline: Roofline, share: Share) -> float:
+    """Seconds of Muon's iterations in bf16, and of the exchanges around them, whatever the recipe.
+
+    Each of five iterations on [M, N], M <= N, has 2 (2 M^2 N + M^3) FLOPs. In a round each of the
+    ranks that shard a matrix takes one."""
+    seconds, n = 0.0, share.blocks * len(BLOCK_LINEARS)
+    for sizes in block_linear_shapes(share.model).values():
+        few, many = sorted(sizes)
+        matmuls = (few, few, many), (few, few, few), (few, many, few)
+        seconds += 5 * share.blocks * sum(roofline.gemm_s(*matmul) for matmul in matmuls)
+    ranks = roofline.job.degrees.fsdp * share.tp
+    exchanged = 2 * roofline.gather_s(2 * share.matrices / roofline.job.degrees.fsdp, ranks)
+    return seconds * math.ceil(n / ranks) / n + exchanged
 
 
 def _sharded_s(roofline: Roofline, share: Share, blocks_s: float) -> tuple[float, float]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from torchtitan_lite.base.torchao_types import is_gathered_in_float8
 from torchtitan_lite.models.init import local_part
@@ -17,8 +16,8 @@ class BFloat16AdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # as GradScaler knows an optimizer that reads `found_inf`
 
-    def __init__(self, parameters: Iterable[Parameter], *, backend: str, **settings: Any) -> None:
-        super().__init__(parameters, settings)
+    def __init__(self, groups: Iterable[Any], *, backend: str, **settings: Any) -> None:
+        super().__init__(groups, settings)
         self._device = self.param_groups[0]["params"][0].device
         self.found_inf = torch.zeros((), device=self._device)
         self._update: Any = _update
@@ -42,9 +41,9 @@ class BFloat16AdamW(torch.optim.Optimizer):
                     for name in ("exp_avg", "exp_avg_sq"):
                         state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
                 self._update(
-                    _own_part(parameter.detach()),
-                    _own_part(parameter.grad),
-                    {name: _own_part(tensor) for name, tensor in state.items()},
+                    own_part(parameter.detach()),
+                    own_part(parameter.grad),
+                    {name: own_part(tensor) for name, tensor in state.items()},
                     skip=self.found_inf,
                     lr=lr,
                     betas=group["betas"],
@@ -53,7 +52,7 @@ class BFloat16AdamW(torch.optim.Optimizer):
                 )
 
 
-def _own_part(tensor: Tensor) -> Tensor:
+def own_part(tensor: Tensor) -> Tensor:
     """Return this rank's shard of `tensor`, without torchao's wrapper for float8 all-gathers."""
     local = local_part(tensor)
     return local._tensor if is_gathered_in_float8(local) else local

@@ -12,7 +12,8 @@ from torch._dynamo import on_compile_end, on_compile_start
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.base.collectives import on_all_ranks
-from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.errors import CheckpointError, ConfigError
+from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
@@ -42,15 +43,24 @@ from torchtitan_lite.metrics.processor import MetricsProcessor
 from torchtitan_lite.metrics.writers import build_writers
 
 from .model import BuiltModel, build_model
-from .optim import build_optimizer
+from .optim import build_optimizer, parameter_groups
 
 # ----- Data and checkpoints -----
 
 
 def check_resume(resume: Resume, job: Job) -> None:
-    """Raise CheckpointError for a checkpoint of another model. Log the config's changes since."""
+    """Raise CheckpointError for a checkpoint of another model, or with an optimizer's state that
+    this run's does not have. Log the config's changes since."""
     saved = resume.manifest
     check_model(saved.model, asdict(job.model_args), path=resume.path)
+    before = parse_toml(saved.config.encode()).get("optimizer", {}).get("name", "AdamW")
+    name = job.config.optimizer.name
+    if before != name and "Muon" in (before, name) and not resume.new_moments:
+        raise CheckpointError(
+            f'[optimizer] name = "{name}": {resume.path} has the state of "{before}", and only one '
+            f'of them orthogonalizes; set name to "{before}", or for new moments [checkpoint] '
+            'exclude_from_loading = ["optimizer"]; or name another [job] dump_folder.'
+        )
     for change in config_changes(saved.config, job.config.to_toml()):
         logger.info(f"since step {saved.progress.step}: {change}")
 
@@ -142,7 +152,8 @@ def build_loaded_model(
     new run, initial weights, if any; compute the float8 scales of the weights. Collective."""
     config, settings = job.config, job.config.checkpoint
     built = build_model(job, mesh, device=device)
-    optimizer = build_optimizer(built.model.parameters(), config.optimizer, config.compile.backend)
+    groups = parameter_groups(built.model.named_parameters(), config.optimizer)
+    optimizer = build_optimizer(groups, config.optimizer, mesh=mesh, backend=config.compile.backend)
     manifest = CheckpointManifest(
         world_size=job.degrees.world_size,
         mesh=asdict(job.degrees),

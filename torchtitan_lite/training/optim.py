@@ -2,28 +2,57 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Parameter
 
 from torchtitan_lite import patches
 from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.checkpoint.manifest import TrainingProgress
-from torchtitan_lite.config import OptimizerConfig, TrainingConfig
+from torchtitan_lite.config import OptimizerConfig, TrainingConfig, matches
 from torchtitan_lite.models.init import local_part
 
 
+def parameter_groups(
+    named: Iterable[tuple[str, Parameter]], optimizer: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """Return the groups of parameters with one weight decay, and one factor of the learning rate,
+    lr_factor, as torch's optimizers take them: with the defaults one group of all."""
+    groups: dict[tuple[float, float], dict[str, Parameter]] = defaultdict(dict)
+    for name, parameter in named:
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        decays = not any(matches(part, name) for part in optimizer.no_decay)
+        factors = [each for part, each in optimizer.lr_factors.items() if matches(part, name)]
+        key = optimizer.weight_decay if decays else 0.0, math.prod(factors, start=1.0)
+        groups[key][name] = parameter
+    return [
+        {
+            "params": [*members.values()],
+            "param_names": [*members],
+            "weight_decay": decay,
+            "lr_factor": factor,
+        }
+        for (decay, factor), members in groups.items()
+    ]
+
+
 def build_optimizer(
-    parameters: Iterable[Parameter], optimizer: OptimizerConfig, backend: str = "inductor"
+    groups: Sequence[dict[str, Any] | Parameter],
+    optimizer: OptimizerConfig,
+    *,
+    mesh: DeviceMesh | None = None,
+    backend: str = "inductor",
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of `parameters` that [optimizer] names. `backend` is torch.compile's."""
+    """Build the optimizer that [optimizer] names, of parameter `groups`, or of one group of
+    parameters. `mesh`: that of all ranks; None: weights are whole. `backend`: torch.compile's."""
     if ":" in optimizer.name:
-        built = load_object("[optimizer] name", optimizer.name)([*parameters], optimizer)
+        built = load_object("[optimizer] name", optimizer.name)(groups, optimizer)
         assert isinstance(built, torch.optim.Optimizer), f"{optimizer.name} returns an optimizer"
         return built
     settings: dict[str, Any] = optimizer.model_dump(include={"lr", "eps", "weight_decay"})
@@ -32,11 +61,16 @@ def build_optimizer(
     if optimizer.state_dtype == "bfloat16":
         from .bfloat16_adamw import BFloat16AdamW
 
-        return BFloat16AdamW(parameters, backend=backend, **settings)
+        return BFloat16AdamW(groups, backend=backend, **settings)
     patches.update_shards()
     fused, foreach = (optimizer.implementation == name for name in ("fused", "foreach"))
+    settings |= {"fused": fused, "foreach": foreach}
+    if optimizer.name == "Muon":
+        from .muon import Muon
+
+        return Muon(groups, mesh=mesh, momentum=optimizer.momentum, **settings)
     kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[optimizer.name]
-    return kind(parameters, fused=fused, foreach=foreach, **settings)
+    return kind(groups, **settings)
 
 
 # ----- Clipping -----

@@ -226,7 +226,7 @@ class Trainer:
         keys = scheduler.model_dump(exclude={"decay_type"}) | {"decay": scheduler.decay}
         lr = self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **keys)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_factor", 1.0)  # outside groups may have none
 
         # Forward and backward. Each rank sums its share of the mean loss over its microbatches;
         # FSDP averages the gradients over ranks, after each of them or after the last one.
