@@ -46,6 +46,7 @@ class Share:
 
         # Bytes of an element of weights, their state, the compute type, and reduced gradients.
         self.weight_width, self.state_width = state_widths(config)
+        self.update_bytes = 6 * self.weight_width + 2 * self.state_width
         self.width = WIDTHS[config.training.mixed_precision_param]
         self.reduce_width = WIDTHS[config.training.mixed_precision_reduce]
 
@@ -88,8 +89,10 @@ class Share:
         each = config.parallelism.fsdp_reduce_gradients == "each" and not self.without_fsdp
         self.reductions = self.microbatches if each else 1
 
-        # How often it gathers all weights for forward passes, and blocks' for backward passes.
-        self.gathers = (1, 0) if self.stays else (self.microbatches, self.microbatches)
+        # How often it gathers weights: for forward and for backward passes. Bytes of all of them.
+        self.gathers = 1 if self.stays else 2 * self.microbatches
+        ends = self.gathered_width * (self.embedding + self.output)
+        self.gathered = self.blocks * self.gathered_block + ends
 
     def only_in_float8(self, tensor: str) -> bool:
         """Whether all linears of a block that read `tensor` are in float8."""
