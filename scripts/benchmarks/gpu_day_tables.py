@@ -1,13 +1,14 @@
 """Markdown tables of a results file of gpu_day.py, for docs/performance.md."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from kernel_times import MATMULS
 
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.catalog.devices import lookup_device
-from torchtitan_lite.planner.constants import constants_of
+from torchtitan_lite.planner.constants import rates_of
 
 NAME_WIDTH = 72  # of a kernel's name
 Results = Mapping[str, Any]
@@ -65,18 +66,12 @@ def _rates(results: Results) -> list[str]:
     """The planner's constants as measured, beside the published ones."""
     device = lookup_device(results["device"])
     assert device is not None, "only known devices are measured"
-    published = constants_of(device)
+    published = asdict(rates_of(device))
     rows = [
-        [
-            name,
-            f"{value:.3g}",
-            f"{published[name].value:.3g}",
-            f"{value / published[name].value:.3f}",
-            published[name].source,
-        ]
+        [name, f"{value:.3g}", f"{published[name]:.3g}", f"{value / published[name]:.3f}"]
         for name, value in results["rates"].items()
     ]
-    header = ("constant", "measured", "published", "ratio", "source")
+    header = ("constant", "measured", "published", "ratio")
     table = format_columns([header, *rows], right=(1, 2, 3), markdown=True)
     implausible = (f"{name}: left out: {why}" for name, why in results["implausible"].items())
     return [*([table] if rows else []), *implausible]

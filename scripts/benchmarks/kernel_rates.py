@@ -1,8 +1,7 @@
 """Compute the planner's constants from the times of kernels that kernel_times.py measured.
 
 A constant is the value with which the planner predicts the measured time, summed over the kernels
-of its kind as often as a step has each. So it means what it means in planner/constants.py: matmuls,
-for example, are without the loss of their last wave of tiles.
+of its kind as often as a step has each. So it means what it means in planner/constants.py.
 """
 
 import math
@@ -17,7 +16,7 @@ from torchtitan_lite.config import Config
 from torchtitan_lite.config.job import build_job
 from torchtitan_lite.planner.constants import rates_of
 from torchtitan_lite.planner.plan import tokenizer_values
-from torchtitan_lite.planner.roofline import Roofline
+from torchtitan_lite.planner.time import Roofline
 
 Measurement = Mapping[str, Any]  # a line of kernel_times.py
 
@@ -26,22 +25,14 @@ def _gemm(roofline: Roofline, sizes: Mapping[str, int], **options: Any) -> float
     return roofline.gemm_s(sizes["rows"], sizes["columns"], sizes["inner"], **options)
 
 
-def _move(roofline: Roofline, nbytes: float, kind: str) -> float:
-    rates = roofline.rates
-    return roofline.move_s(nbytes * rates.contiguous / getattr(rates, kind))
-
-
 def _attention(roofline: Roofline, kernel: str) -> float:
     """Seconds of a layer."""
     return roofline.attention_s(kernel) / roofline.job.model_args.n_layers
 
 
 PREDICTED: dict[str, Callable[[Roofline, Mapping[str, int]], float]] = {
-    "kernel_seconds": lambda at, sizes: at.move_s(0),
-    "contiguous": lambda at, sizes: _move(at, sizes["bytes"], "contiguous"),
-    "transposing": lambda at, sizes: _move(at, sizes["bytes"], "transposing"),
-    "strided": lambda at, sizes: _move(at, sizes["bytes"], "strided"),
-    "matmul_seconds": _gemm,
+    "contiguous": lambda at, sizes: at.move_s(sizes["bytes"]),
+    "kernel_seconds": _gemm,
     "bf16_matmul": _gemm,
     "fp8_matmul": lambda at, sizes: _gemm(at, sizes, fp8=True),
     "slow_accumulation": lambda at, sizes: _gemm(

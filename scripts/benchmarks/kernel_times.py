@@ -117,37 +117,11 @@ MATMULS: dict[str, Callable[[Matmul], Call]] = {
 }
 
 
-# What the planner calls contiguous, transposing and strided is what the compiler makes of these.
-
-
 def copy(x: Tensor) -> Tensor:
-    """Read and write rows."""
+    """Read and write rows: 4 bytes of each element."""
     return x + 1
 
 
-def transpose(x: Tensor) -> Tensor:
-    """Write the transpose of what is read."""
-    return x.t().contiguous()
-
-
-def cast_transposed(x: Tensor) -> Tensor:
-    """Write the transpose in float8."""
-    return x.to(torch.float8_e4m3fn).t().contiguous()
-
-
-def cast_rows_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Reduce a row and store it as a column, in one kernel."""
-    scale = FLOAT8_MAX / x.abs().amax(1, keepdim=True).float().clamp(min=1e-12)
-    return (x.float() * scale).to(torch.float8_e4m3fn).t().contiguous(), scale
-
-
-MEMORY: dict[str, tuple[str, Callable[[Tensor], object], int]] = {
-    "copy of rows": ("contiguous", copy, 4),
-    "transpose": ("transposing", transpose, 4),
-    "transposed cast": ("transposing", cast_transposed, 3),
-    "transposed cast by rows": ("strided", cast_rows_transposed, 3),
-}
-"""Kind, function, and bytes that it moves for each element."""
 ATTENTION = {
     "attention_cudnn": SDPBackend.CUDNN_ATTENTION,
     "attention_flash": SDPBackend.FLASH_ATTENTION,
@@ -158,11 +132,6 @@ ATTENTION = {
 def memory_kernel(function: Callable[[Tensor], object], rows: int, columns: int) -> Call:
     """Prepare a compiled function of random values [rows, columns]."""
     return partial(torch.compile(function), random(rows, columns))
-
-
-def one_element() -> Call:
-    """Prepare a kernel on one element."""
-    return partial(torch.zeros(1, device="cuda").add_, 1)
 
 
 def attention(backend: SDPBackend | None, args: ModelArgs, tokens: int) -> Call:
@@ -201,16 +170,14 @@ def prepare(args: ModelArgs, tokens: int) -> Iterator[tuple[dict[str, Any], Call
             described = describe(kind, matmul.what, matmul.count, **matmul.sizes)
             yield described, partial(multiply, matmul)
 
-    for what, (kind, function, width) in MEMORY.items():
-        described = describe(kind, what, bytes=width * tokens * args.ffn_dim)
-        yield described, partial(memory_kernel, function, tokens, args.ffn_dim)
+    described = describe("contiguous", "copy of rows", bytes=4 * tokens * args.ffn_dim)
+    yield described, partial(memory_kernel, copy, tokens, args.ffn_dim)
     for kind, backend in ATTENTION.items():
         described = describe(kind, f"{kind}, a layer", args.n_layers)
         yield described, partial(attention, backend, args, tokens)
 
     small = Matmul("small matmul", 128, 128, 128, 1, (False, False))
-    yield describe("matmul_seconds", small.what, **small.sizes), partial(bf16_matmul, small)
-    yield describe("kernel_seconds", "kernel on one element"), one_element
+    yield describe("kernel_seconds", small.what, **small.sizes), partial(bf16_matmul, small)
 
 
 def elapsed(call: Call, calls: int) -> float:

@@ -8,14 +8,13 @@ from typing import NamedTuple
 import pytest
 from running import run
 
-from torchtitan_lite.planner.casts import COMPILED, Traffic
+from torchtitan_lite.planner.casts import COMPILED
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(600)]
 KERNELS = Path(__file__).with_name("block_kernels.py")
 KEPT_MIB = {"bf16": 1089, "rowwise_with_gw_hp": 1089}
 KEPT_MIB |= dict.fromkeys(("tensorwise", "rowwise", "blockwise"), 737)
 """What a block keeps for backward beside its weights, with its output in place of its input."""
-KINDS = ("contiguous", "transposing", "strided", "kernels")
 
 # A block of 8B and a sequence of 8192 tokens.
 M, D, KV, F = 8192, 4096, 1024, 14336
@@ -24,11 +23,24 @@ WEIGHTS = D * (2 * D + 2 * KV + 3 * F)
 GRAD_OUTPUTS = M * (3 * D + 2 * KV + 2 * F)
 
 
+class Traffic(NamedTuple):
+    """MiB that kernels move by how they access memory, and their number."""
+
+    contiguous: float
+    transposing: float
+    strided: float
+    kernels: float
+
+    @property
+    def equivalent(self) -> float:
+        """MiB of kernels that read and write rows, which would take as long."""
+        return self.contiguous + 1.5 * self.transposing + 3 * self.strided
+
+
 class Pass(NamedTuple):
     """What the compiled forward or backward pass of a block does."""
 
     traffic: Traffic
-    """MiB that kernels move, and their number."""
     returned: float
     """MiB that it returns."""
 
@@ -84,21 +96,12 @@ def test_a_recipe_adds_the_traffic_of_its_casts(
     recipe: str, is_cast: bool, bf16: list[Pass], tmp_path: Path
 ) -> None:
     casts = COMPILED[recipe]
-    weight = casts.weight_when_cast if is_cast else casts.weight
-    # Each pass, with the elements and the number of its tensors.
-    forward = [(casts.input[0], INPUTS, 4), (weight[0], WEIGHTS, 7)]
-    backward = [
-        (casts.input[1], INPUTS, 4),
-        (weight[1], WEIGHTS, 7),
-        (casts.grad_output, GRAD_OUTPUTS, 7),
-    ]
     counted = count(tmp_path, f"cast {recipe}" if is_cast else recipe)
-    for found, without, tensors in zip(counted, bf16, (forward, backward), strict=True):
-        for kind in KINDS[:3]:
-            added = sum(getattr(cast, kind) * elements for cast, elements, _ in tensors) / 2**20
-            expected = getattr(without.traffic, kind) + added
-            assert getattr(found.traffic, kind) == pytest.approx(expected, rel=0.05, abs=30), kind
-        launched = sum(cast.kernels * count for cast, _, count in tensors)
-        launched += without.traffic.kernels
-        assert found.traffic.kernels == pytest.approx(launched, rel=0.05, abs=1)
+    added = sum(each.traffic.equivalent for each in counted)
+    added -= sum(each.traffic.equivalent for each in bf16)
+    # Weights that are cast before the block are still read transposed, or scaled, in it.
+    expected = sum(casts.input) * INPUTS + casts.grad_output * GRAD_OUTPUTS
+    expected += 0 if is_cast else casts.weight * WEIGHTS
+    slack = 3 * WEIGHTS / 2**20 if is_cast else 100
+    assert added == pytest.approx(expected / 2**20, rel=0.1, abs=slack)
     assert counted[0].returned == pytest.approx(KEPT_MIB[recipe], rel=0.01)

@@ -20,15 +20,14 @@ from torchtitan_lite.catalog.devices import lookup_device
 from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.job import Job
-from torchtitan_lite.planner.casts import COMPILED, Casts, Traffic
+from torchtitan_lite.planner.casts import Casts
 from torchtitan_lite.planner.constants import (
     RATE_RANGE,
     SPEEDUP_RANGE,
     SPLIT_RATE_RANGE,
     rates_of,
 )
-from torchtitan_lite.planner.roofline import Roofline
-from torchtitan_lite.planner.step import time_step
+from torchtitan_lite.planner.time import Roofline, time_step
 from torchtitan_lite.planner.workload import Workload, build_workload
 
 RATIO_LIMIT, RATE_LIMIT = 12, 20  # percent
@@ -59,23 +58,9 @@ OLD_ATTENTION = {"CDNA3": {"attention_flash": 0.21}}
 # Casts of compiled blocks without this project's changes of the compiler's
 # choices, counted as those in planner/casts.py.
 CASTS = {
-    "tensorwise": Casts(
-        input=(Traffic(3, kernels=2.25), Traffic(-0.6, 2.7, 1.1, kernels=2.25)),
-        weight=(Traffic(5, kernels=3), Traffic(transposing=3, kernels=1)),
-        grad_output=Traffic(-1.9, 4.2, 0.7, kernels=2.4),
-        weight_before=COMPILED["tensorwise"].weight_before,
-        weight_when_cast=COMPILED["tensorwise"].weight_when_cast,
-    ),
-    "rowwise": Casts(
-        input=(Traffic(-0.4, kernels=0.25), Traffic(-0.5, 0.5, 3.8, kernels=2)),
-        weight=(Traffic(3, kernels=1), Traffic(5.5, 2.2, 0.8, kernels=3.7)),
-        grad_output=Traffic(-0.8, 0.5, 9.3, kernels=3),
-    ),
-    "rowwise_with_gw_hp": Casts(
-        input=(Traffic(1.3, kernels=0.25), Traffic()),
-        weight=(Traffic(3, kernels=1), Traffic(2, transposing=3, kernels=3)),
-        grad_output=Traffic(1.7, kernels=1.3),
-    ),
+    "tensorwise": Casts(input=(3, 6.6), grad_output=6.5, weight=9.5, weight_once=8),
+    "rowwise": Casts(input=(-0.4, 11.5), grad_output=28, weight=14, weight_once=8),
+    "rowwise_with_gw_hp": Casts(input=(1.3, 0), grad_output=1.7, weight=9.5, weight_once=10.5),
 }
 
 
@@ -102,8 +87,9 @@ class TorchtitanRoofline(OthersRoofline):
     loss_bytes = 12  # per logit, compiled
 
     @property
-    def weights_are_cast(self) -> tuple[bool, float]:  # type: ignore[override]
-        return self.job.config.float8.enable_fsdp_float8_all_gather, 0.0
+    def weight_bytes(self) -> float:  # type: ignore[override]
+        gathered = self.job.config.float8.enable_fsdp_float8_all_gather
+        return 0.0 if gathered else self.casts.weight
 
     def pointwise_s(self) -> float:
         args, tp = self.job.model_args, self.job.degrees.tp
@@ -112,15 +98,15 @@ class TorchtitanRoofline(OthersRoofline):
         if args.n_kv_heads < args.n_heads:
             moved += 2 * 2 * (args.q_dim + args.kv_dim) // tp
         passes = 2 * args.n_layers + self.checkpointed
-        more = passes * self.move_s(self.tokens * moved, 6)
+        more = passes * self.move_s(self.tokens * moved)
         if self.compiled:
             # The gradients of the norms' weights are kernels of their own.
-            more += args.n_layers * self.move_s(2 * self.tokens * 7 * args.dim // tp, 1)
+            more += args.n_layers * self.move_s(2 * self.tokens * 7 * args.dim // tp)
         return super().pointwise_s() + more
 
     def loss_s(self) -> float:
         logits = self.tokens * self.job.model_args.vocab_size // self.job.degrees.tp
-        return self.move_s(self.loss_bytes * logits, 12)
+        return self.move_s(self.loss_bytes * logits)
 
 
 class EarlyRoofline(TorchtitanRoofline):
@@ -134,7 +120,7 @@ class EarlyRoofline(TorchtitanRoofline):
         if self.compiled:
             return super().pointwise_s()
         elements = 2 * self.tokens * args.dim // self.job.degrees.tp
-        forward, backward = self.move_s(36 * elements, 12), self.move_s(102 * elements, 26)
+        forward, backward = self.move_s(36 * elements), self.move_s(102 * elements)
         more = (args.n_layers + self.checkpointed) * forward + args.n_layers * backward
         return super().pointwise_s() + more
 

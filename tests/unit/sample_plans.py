@@ -18,7 +18,7 @@ from torchtitan_lite.config import Config, Float8Config
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.planner.constants import Rates, rates_of
 from torchtitan_lite.planner.plan import find_device
-from torchtitan_lite.planner.roofline import Roofline
+from torchtitan_lite.planner.time import Roofline
 
 DEVICE = DeviceSpec(
     "with round figures",
@@ -27,31 +27,25 @@ DEVICE = DeviceSpec(
     memory_gib=80,
     bandwidth_tb_s=2.5,
     architecture="Hopper",
-    multiprocessors=100,
     link_gb_s=500,
     node_devices=8,
     network_gb_s=50,
 )
 RATES = Rates(
-    bf16_matmul=0.5,  # 500 TFLOPS: 5 in each multiprocessor
+    bf16_matmul=0.5,  # 500 TFLOPS
     fp8_matmul=0.4,  # 800 TFLOPS
     slow_accumulation=1.25,
     row_scales=1.125,
-    matmul_seconds=3e-6,
     attention_cudnn=0.5,
     attention_flash=0.25,
     attention_flex=0.2,
     contiguous=0.8,  # 2 TB/s
-    transposing=0.6,
-    strided=0.4,
-    kernel_seconds=2e-6,
+    kernel_seconds=3e-6,
     host_seconds_per_block=2e-3,
     link=0.8,  # 400 GB/s
     network=0.9,  # 45 GB/s
-    collective_seconds=7e-6,
     hop_seconds=2e-6,
-    in_training=1.0,
-    slowest_device=1.125,
+    in_training=1.25,
     overlap_slowdown=0.125,
     async_tensor_parallel=0.25,
 )

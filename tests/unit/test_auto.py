@@ -127,7 +127,7 @@ def test_70b_accumulates_gradients_on_64_gpus() -> None:
     args = dataclasses.replace(FLAVORS["3-70B"], max_seq_len=8192)
     job = job_of(config_of(8 * 64, **AUTO_GATHERED), args, degrees=(1, 64, 1))
     best = choose_work(job, device=H100, memory_gib=80)
-    assert best.reserved_gib == pytest.approx(46.6, abs=0.1)
+    assert best.reserved_gib == pytest.approx(45.5, abs=0.1)
     assert best.job.config.parallelism.fsdp_reduce_gradients == "each"
 
 
@@ -181,8 +181,8 @@ def test_auto_needs_a_known_device_if_float8_is_on() -> None:
     [
         ((), 1, set()),
         (("layers.0", "w1"), 1, set()),
-        # Casts and reductions of scales cost more than small matmuls gain.
-        (("wq", "w1", "w2", "w3"), 8, {"attention.wk", "attention.wv", "attention.wo"}),
+        # Casts cost more than small matmuls gain.
+        (("wq", "wo", "w1", "w2", "w3"), 8, {"attention.wk", "attention.wv"}),
     ],
 )
 def test_resolved_filters_select_the_same_linears_without_a_data_sheet(filters, tp, kept, caplog):

@@ -7,32 +7,32 @@ from torchtitan_lite.metrics.hardware import published_peaks
 
 # fmt: off
 SHEETS = {
-    # dense bf16 and fp8 TFLOPS, GiB, TB/s, architecture, multiprocessors, GB/s of a link, devices
-    # of a node, GB/s between nodes
-    "A100 SXM 40GB": (312, None, 40, 1.555, "Ampere", 108, 300, 8, 25),
-    "A100 SXM 80GB": (312, None, 80, 2.039, "Ampere", 108, 300, 8, 25),
-    "A100 PCIe 40GB": (312, None, 40, 1.555, "Ampere", 108, 32, 8, 25),
-    "A100 PCIe 80GB": (312, None, 80, 1.935, "Ampere", 108, 32, 8, 25),
-    "H100 SXM": (989, 1979, 80, 3.35, "Hopper", 132, 450, 8, 50),
-    "H100 500W": (989, 1979, 95, 2.4, "Hopper", 132, 450, 8, 50),
-    "H100 PCIe": (756, 1513, 80, 2.0, "Hopper", 114, 64, 8, 50),
-    "H100 NVL": (835, 1670, 94, 3.9, "Hopper", 132, 64, 8, 50),
-    "H200": (989, 1979, 141, 4.8, "Hopper", 132, 450, 8, 50),
-    "H20": (148, 296, 96, 4.0, "Hopper", 78, 450, 8, 50),
-    "B200": (2250, 4500, 180, 8.0, "Blackwell", 148, 900, 8, 50),
-    "B300": (2250, 4500, 288, 8.0, "Blackwell", 148, 900, 8, 100),
-    "GB200": (2500, 5000, 186, 8.0, "Blackwell", 152, 900, 72, 50),  # NVL72
-    "GB300": (2500, 5000, 288, 8.0, "Blackwell", 152, 900, 72, 100),
-    "MI300X": (1307, 2615, 192, 5.3, "CDNA3", 304, 448, 8, 50),  # 7 links of 64 GB/s
-    "MI325X": (1307, 2615, 256, 6.0, "CDNA3", 304, 448, 8, 50),
-    "MI350X": (2300, 4600, 288, 8.0, "CDNA4", 256, 537.6, 8, 50),  # 7 links of 76.8 GB/s
-    "MI355X": (2500, 5000, 288, 8.0, "CDNA4", 256, 537.6, 8, 50),
-    "L40S": (362, 733, 45, 0.864, "Ada", 142, 32, 8, 25),
-    "L40": (181, 362, 45, 0.864, "Ada", 142, 32, 8, 25),
-    "L4": (121, 242, 22.5, 0.3, "Ada", 58, 32, 8, 12.5),
-    "RTX 4090": (165, 330, 24, 1.008, "Ada", 128, 32, 8, 12.5),
+    # dense bf16 and fp8 TFLOPS, GiB, TB/s, architecture, GB/s of a link, devices of a node,
+    # GB/s between nodes
+    "A100 SXM 40GB": (312, None, 40, 1.555, "Ampere", 300, 8, 25),
+    "A100 SXM 80GB": (312, None, 80, 2.039, "Ampere", 300, 8, 25),
+    "A100 PCIe 40GB": (312, None, 40, 1.555, "Ampere", 32, 8, 25),
+    "A100 PCIe 80GB": (312, None, 80, 1.935, "Ampere", 32, 8, 25),
+    "H100 SXM": (989, 1979, 80, 3.35, "Hopper", 450, 8, 50),
+    "H100 500W": (989, 1979, 95, 2.4, "Hopper", 450, 8, 50),
+    "H100 PCIe": (756, 1513, 80, 2.0, "Hopper", 64, 8, 50),
+    "H100 NVL": (835, 1670, 94, 3.9, "Hopper", 64, 8, 50),
+    "H200": (989, 1979, 141, 4.8, "Hopper", 450, 8, 50),
+    "H20": (148, 296, 96, 4.0, "Hopper", 450, 8, 50),
+    "B200": (2250, 4500, 180, 8.0, "Blackwell", 900, 8, 50),
+    "B300": (2250, 4500, 288, 8.0, "Blackwell", 900, 8, 100),
+    "GB200": (2500, 5000, 186, 8.0, "Blackwell", 900, 72, 50),  # NVL72
+    "GB300": (2500, 5000, 288, 8.0, "Blackwell", 900, 72, 100),
+    "MI300X": (1307, 2615, 192, 5.3, "CDNA3", 448, 8, 50),  # 7 links of 64 GB/s
+    "MI325X": (1307, 2615, 256, 6.0, "CDNA3", 448, 8, 50),
+    "MI350X": (2300, 4600, 288, 8.0, "CDNA4", 537.6, 8, 50),  # 7 links of 76.8 GB/s
+    "MI355X": (2500, 5000, 288, 8.0, "CDNA4", 537.6, 8, 50),
+    "L40S": (362, 733, 45, 0.864, "Ada", 32, 8, 25),
+    "L40": (181, 362, 45, 0.864, "Ada", 32, 8, 25),
+    "L4": (121, 242, 22.5, 0.3, "Ada", 32, 8, 12.5),
+    "RTX 4090": (165, 330, 24, 1.008, "Ada", 32, 8, 12.5),
     # Compute capability 12.0, for which torchao has no MXFP8: not our "Blackwell".
-    "RTX 5090": (209.5, 419, 32, 1.792, "unknown", 170, 64, 8, 12.5),
+    "RTX 5090": (209.5, 419, 32, 1.792, "unknown", 64, 8, 12.5),
 }
 NAMES = {
     "A100 SXM 40GB": ["NVIDIA A100-SXM4-40GB"],
@@ -63,8 +63,7 @@ def test_devices_have_the_values_of_their_data_sheets():
     found = {
         each.name: (
             *(each.bf16_tflops, each.fp8_tflops, each.memory_gib, each.bandwidth_tb_s),
-            *(each.architecture, each.multiprocessors),
-            *(each.link_gb_s, each.node_devices, each.network_gb_s),
+            *(each.architecture, each.link_gb_s, each.node_devices, each.network_gb_s),
         )
         for each in DEVICES
     }

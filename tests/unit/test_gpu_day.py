@@ -20,8 +20,7 @@ pytestmark = pytest.mark.slow
 
 TRUE = {"bf16_matmul": 0.71, "fp8_matmul": 0.62, "slow_accumulation": 1.3, "row_scales": 1.06}
 TRUE |= {"attention_cudnn": 0.55, "attention_flash": 0.3, "attention_flex": 0.25}
-TRUE |= {"contiguous": 0.91, "transposing": 0.71, "strided": 0.22, "matmul_seconds": 6e-6}
-TRUE |= {"kernel_seconds": 1.5e-6}
+TRUE |= {"contiguous": 0.91, "kernel_seconds": 6e-6}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def test_a_day_keeps_what_its_parts_measured(monkeypatch, tmp_path: Path, times)
     kernels, failing = results["parts"].values()
     assert kernels["status"] == OUT_OF_TIME
     assert failing["status"] == "failed with exit code 1"
-    assert results["rates"] == pytest.approx({"contiguous": 0.91}, rel=1e-2)
+    assert results["rates"] == pytest.approx({"contiguous": 0.91}, rel=2e-2)
 
     # 4.096 GFLOP in 2 ms, and the rate beside the published one.
     gradient = {"what": "w2: grad_input", "count": 2}

@@ -20,7 +20,7 @@ import torch
 
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.cli import run_command
-from torchtitan_lite.planner.constants import RATE_RANGE, SPLIT_RATE_RANGE, USABLE_MEMORY
+from torchtitan_lite.planner.constants import RATE_RANGE, SPLIT_RATE_RANGE
 from torchtitan_lite.planner.plan import find_device
 from torchtitan_lite.planner.report import format_plan
 
@@ -106,7 +106,7 @@ def test_reference_values_of_8b_in_float8():
     assert model["parameters"] == PARAMETERS
     assert model["parameters_without_embedding"] == 7_504_924_672
     assert flops["total"] == 57_912_852_480
-    assert flops["block_linears"] == flops["fp8"] == 41_875_931_136
+    assert flops["fp8"] == 41_875_931_136
     assert (flops["output"], flops["attention"]) == (3_152_019_456, 12_884_901_888)
     assert (flops["bf16"], flops["fp32"]) == (16_036_921_344, 0)
     assert 100 * flops["fp8"] / flops["total"] == pytest.approx(72.31, abs=0.005)
@@ -127,7 +127,8 @@ def test_without_float8_and_with_recomputation():
     bf16, full = plan(*BF16_8B), plan("llama3_8b", mode("full"))
     expected = {"tflops": 364.68, "mfu": 36.87, "mfu_bf16_peak": 36.87}
     assert {key: bf16["schedule"][key] for key in expected} == pytest.approx(expected, abs=0.005)
-    assert full["flops_per_token"]["with_recompute"] / 1e9 == pytest.approx(72.41, abs=0.005)
+    flops = full["flops_per_token"]
+    assert (flops["total"] + flops["recompute"]) / 1e9 == pytest.approx(72.41, abs=0.005)
     assert full["schedule"]["hfu"] > full["schedule"]["mfu"]
 
 
@@ -321,8 +322,8 @@ def test_links_can_be_given():
 
 def results(folder: Path, **rates: float) -> tuple[str, str]:
     """The option that names a file with `rates` measured on an H100."""
-    sheet = {"bf16_tflops": 989, "fp8_tflops": 1979, "bandwidth_tb_s": 3.35, "multiprocessors": 132}
-    about = {"version": 1, "date": "2026-11-23", "device": "H100 SXM", "data_sheet": sheet}
+    sheet = {"bf16_tflops": 989, "fp8_tflops": 1979, "bandwidth_tb_s": 3.35}
+    about = {"version": 2, "date": "2026-11-23", "device": "H100 SXM", "data_sheet": sheet}
     file = folder / "results.json"
     file.write_text(json.dumps(about | {"rates": rates}))
     return "--measured", str(file)
@@ -335,52 +336,12 @@ def test_the_command_plans_by_measured_rates(tmp_path):
     assert found["prediction"]["speedup"] > plan("llama3_8b_float8")["prediction"]["speedup"]
 
 
-def test_kernels_that_are_slower_in_training_take_that_much_longer_in_each_linear(tmp_path):
-    words = ("llama3_8b_float8", RESHARD_DEFAULT)
-    slow, alone = plan(*words, *results(tmp_path, in_training=1.5)), plan(*words)
-    for mine, theirs in zip(slow["linears"], alone["linears"], strict=True):
-        for name, seconds in theirs["step_s"].items():
-            assert mine["step_s"][name] == pytest.approx(1.5 * seconds)
-
-
-# ----- format_plan, matmuls_s -----
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("llama3_8b_float8", mode("full"), "--float8.filter_fqns=wk"),
-        ("llama3_8b", "--training.global_batch_size=16"),
-        ("llama3_8b_float8", "--parallelism.pipeline_parallel_degree=2", RESHARD_DEFAULT),
-        ("llama3_8b_float8", "--device=MI300X"),
-    ],
-)
-def test_operators_add_up_to_the_model_and_the_step(words):
-    found = plan(*words, "--training.local_batch_size=2")
-    flops, step = found["flops_per_token"], found["prediction"]["float8"]
-    *linears, output = found["linears"]
-    assert 3 * sum(each["flops_per_token"] for each in linears) == flops["block_linears"]
-    assert 3 * output["flops_per_token"] == flops["output"]
-    seconds = sum(sum(each["step_s"].values()) for each in linears)
-    assert seconds == pytest.approx(step["compute_s"]["linears"])
-    assert 0.7 < sum(output["step_s"].values()) / step["compute_s"]["output and loss"] < 1
-
-    table = format_plan(found, operators=True).partition("\nOperators\n")[2].partition("\n\n")[0]
-    *rows, last = (numbers(line)[-2:] for line in table.splitlines()[2:])
-    assert len(rows) == 3 * len(found["linears"]) + 2
-    assert last == [flops["total"], pytest.approx(1e3 * step["step_s"], abs=0.05)]
-    assert sum(flops for flops, _ in rows) == last[0]
-    assert sum(milliseconds for _, milliseconds in rows) == pytest.approx(last[1], abs=1.5)
-    assert "\nOperators\n" not in format_plan(found)
-
-
 # ----- plan_schedule -----
 
 
 def test_schedule_follows_from_the_rate():
     schedule = plan(*BF16_8B)["schedule"]
     expected = {
-        "tokens_per_step": 8 * 8192,
         "step_s": 8192 / 6297,
         "run_days": 1000 * 8192 / 6297 / 86400,
         "run_gpu_hours": 8 * 1000 * 8192 / 6297 / 3600,
@@ -388,24 +349,6 @@ def test_schedule_follows_from_the_rate():
         "gpu_hours_per_trillion_tokens": 1e12 / 6297 / 3600,
     }
     assert {key: schedule[key] for key in expected} == pytest.approx(expected)
-
-
-def test_costs_at_both_ends_of_the_band():
-    found = plan("llama3_8b_float8", "--world-size", "16")
-    schedule = found["schedule"]
-    head, *rows = section(found, "Cost at the predicted rate")
-    assert head.split() == ["predicted", "slow", "fast"]
-    table = {row.split()[0]: numbers(row)[-3:] for row in rows if len(row.split()) == 4}
-    rates = [schedule["tps"], *schedule["tps_range"]]
-    assert table["tps"] == [round(rate) for rate in rates]
-    for name, at_one in (
-        ("step_s", 8192),
-        ("run_gpu_hours", 1000 * 8192 * 16 / 3600),
-        ("days_per_trillion_tokens", 1e12 / 16 / 86400),
-    ):
-        assert table[name] == pytest.approx([at_one / rate for rate in rates], 5e-3)
-    shares = [rate / rates[0] for rate in rates]
-    assert table["mfu"] == pytest.approx([schedule["mfu"] * share for share in shares], 5e-3)
 
 
 # ----- memory, find_fewest_gpus -----
@@ -485,45 +428,6 @@ def test_the_rate_of_what_does_not_fit_is_conditional():
     assert f"does not fit ({reserved:.0f} of 78 GiB); if it did, " in answer(found)
 
 
-def test_a_price_adds_the_cost():
-    priced = plan("llama3_8b", "--gpu-hour", "2.5")
-    schedule = priced["schedule"]
-    assert schedule["run_cost"] == pytest.approx(2.5 * schedule["run_gpu_hours"])
-    assert re.search(rf" run_cost {schedule['run_cost']:.2f} .* cost_per_tr", text_of(priced))
-    assert "run_cost" not in text_of(plan("llama3_8b"))
-
-
-def test_a_plan_ends_with_a_layout_beside_it_that_fits_or_is_clearly_faster():
-    words = ("llama3_8b_float8", "--training.seq_len", "32768")
-    long = plan(*words)
-    changes = long["better"]["changes"]
-    assert changes["parallelism.tensor_parallel_degree"] == 2
-    again = plan(*words, *(f"--{name}={value}" for name, value in changes.items()))
-    gain = again["schedule"]["tps"] / long["schedule"]["tps"]
-    assert gain > 1.05 and f"at {gain:.2f}x the speed; --search tries more." in text_of(long)
-    assert text_of(long).endswith("--activation_checkpoint.mode selective")
-
-    large = plan(*words, mode("none"), tp(1))
-    assert not large["memory"]["fits"] and large["better"]["changes"]
-    assert "Another layout is predicted to fit; --search tries more." in text_of(large)
-    good = text_of(plan("llama3_8b_float8"))
-    assert "--search" not in good
-    assert f"Of the memory on a data sheet {100 * USABLE_MEMORY:g} % can be used." in good
-
-
-def test_a_plan_that_does_not_fit_ends_with_what_would():
-    # One GPU cannot hold the weights and moments; a search can only try if it can.
-    one = ("llama3_8b", "--world-size", "1")
-    assert text_of(plan(*one)).endswith(" Use 2 GPUs (--world-size 2).")
-    long = plan("llama3_8b", "--world-size=2", "--training.seq_len=65536")
-    assert text_of(long).endswith(" Use 4 GPUs (--world-size 4), or try --search.")
-    found = plan(*one, "--training.local_batch_size=4096")
-    assert text_of(found).endswith(" Try --search for layouts that fit.")
-    given = plan("llama3_8b_float8", "--training.seq_len=32768", mode("none"), "--tps=900")
-    assert given["memory"]["would_fit"] == 8
-    assert text_of(given).endswith(" Try --search for layouts that fit.")
-
-
 def test_the_report_says_where_the_host_bounds_both_steps():
     said = "bound by the host (a guess, the same for bf16 and float8): the speedup says little"
     assert said in text_of(plan("debug_model")) and said not in text_of(plan("llama3_8b_float8"))
@@ -549,12 +453,8 @@ def test_the_report_gives_the_reason_for_each_linear():
     assert "wk in bf16: filter_fqns 'wk'" in rows
     assert "output in bf16: the projection to the vocabulary stays in high precision" in rows
 
-    rowwise = plan("llama3_8b", ON, "--float8.recipe_name=rowwise", AUTO)
-    assert "wk, wv in float8: slower alone; a shared cast, " in text_of(rowwise)
     split = plan("llama3_8b_float8", "--parallelism.tensor_parallel_degree=8")
     assert split["prediction"]["better_kept"] == []  # gathers in float8 need all of them
-    assert "wk, wv, wo in float8: slower alone; a shared cast, " in text_of(split)
-    assert "slower alone" not in text_of(found)
 
     part = plan("llama3_8b", ON, "--float8.recipe_name=rowwise_with_gw_hp")
     (row,) = (row for row in section(part, "Linears") if row.startswith("wq "))
@@ -611,11 +511,6 @@ MXFP8 = shlex.join(["--float8.recipe_name=mxfp8", *NO_GATHER])
         ("", "--device is needed where there is no GPU; use one of A100 SXM 40GB"),
         (" ".join(FIGURES), "--device is needed .*; plan any other by --device and any name"),
         ("--device Q7", '"Q7" is not known; use .* H100 SXM, .*; plan .* --bandwidth \\(TB/s'),
-        ("--device h100", "did you mean H100 SXM or H100 500W or H100 PCIe or H100 NVL\\?; use"),
-        ("--device RTX4090", '"RTX4090" is not known; did you mean RTX 4090\\?'),
-        ("--device B20", "did you mean B200\\?"),
-        ("--device H10", "did you mean H100 SXM or"),
-        ("--device 'H100 SMX'", "did you mean H100 SXM\\?"),
         ("--device H200 --memory 0", "--memory: 0 must be a number from 1e-06"),
         ("--memory 80GB", "--memory: 80GB must be a number from .*; --help shows"),
         ("--world-size 1,000", "--world-size: 1,000 must be a whole number"),
@@ -627,9 +522,7 @@ MXFP8 = shlex.join(["--float8.recipe_name=mxfp8", *NO_GATHER])
             "--device H200 --tps 30000",
             "--tps 30000 is an MFU of 112 %; .* at most 26,755 with",
         ),
-        ("--device H200 --longest --search", "--search: not allowed with argument --longest"),
         ("--device H200 --tps 5 --search", "--search: not allowed with argument --tps"),
-        ("--device H200 --search --operators", "--operators: not allowed with argument --search"),
         ("--device 'A100 SXM 80GB'", "the A100 SXM 80GB has no float8 matrix units"),
         (f"--device 'H100 SXM' {MXFP8}", "no kernels .* H100 SXM, only for B200, B300, GB200, GB3"),
         (f"--device L4 --world-size 6 {tp(4)}", "does not divide"),

@@ -29,7 +29,6 @@ class DeviceSpec:
     aliases: tuple[str, ...] = ()  # other names of the device, from torch or its vendor
     _: KW_ONLY
     architecture: Architecture = "unknown"
-    multiprocessors: int = 132
     link_gb_s: float = 32.0
     node_devices: int = 8
     network_gb_s: float = 25.0
@@ -50,19 +49,13 @@ class DeviceSpec:
         )
 
 
-_AMPERE = partial(DeviceSpec, architecture="Ampere", link_gb_s=300, multiprocessors=108)
+_AMPERE = partial(DeviceSpec, architecture="Ampere", link_gb_s=300)
 _ADA = partial(DeviceSpec, architecture="Ada", network_gb_s=12.5)
 _HOPPER = partial(DeviceSpec, architecture="Hopper", link_gb_s=450, network_gb_s=50)
-_BLACKWELL = partial(
-    DeviceSpec, architecture="Blackwell", link_gb_s=900, network_gb_s=50, multiprocessors=148
-)
-_GRACE = partial(_BLACKWELL, node_devices=72, multiprocessors=152)
-_CDNA3 = partial(
-    DeviceSpec, architecture="CDNA3", link_gb_s=448, network_gb_s=50, multiprocessors=304
-)
-_CDNA4 = partial(
-    DeviceSpec, architecture="CDNA4", link_gb_s=537.6, network_gb_s=50, multiprocessors=256
-)
+_BLACKWELL = partial(DeviceSpec, architecture="Blackwell", link_gb_s=900, network_gb_s=50)
+_GRACE = partial(_BLACKWELL, node_devices=72)
+_CDNA3 = partial(DeviceSpec, architecture="CDNA3", link_gb_s=448, network_gb_s=50)
+_CDNA4 = partial(DeviceSpec, architecture="CDNA4", link_gb_s=537.6, network_gb_s=50)
 
 DEVICES = (
     _AMPERE("A100 SXM 40GB", 312, None, 40, 1.555, ("A100-SXM4-40GB",)),
@@ -71,10 +64,10 @@ DEVICES = (
     _AMPERE("A100 PCIe 80GB", 312, None, 80, 1.935, ("A100 80GB PCIe",), link_gb_s=32),
     _HOPPER("H100 SXM", 989, 1979, 80, 3.35, ("H100 SXM5", "H100 80GB HBM3")),
     _HOPPER("H100 500W", 989, 1979, 95, 2.4),  # of Meta's Grand Teton, with HBM2e
-    _HOPPER("H100 PCIe", 756, 1513, 80, 2.0, link_gb_s=64, multiprocessors=114),
+    _HOPPER("H100 PCIe", 756, 1513, 80, 2.0, link_gb_s=64),
     _HOPPER("H100 NVL", 835, 1670, 94, 3.9, link_gb_s=64),
     _HOPPER("H200", 989, 1979, 141, 4.8, ("H200 SXM",)),
-    _HOPPER("H20", 148, 296, 96, 4.0, multiprocessors=78),
+    _HOPPER("H20", 148, 296, 96, 4.0),
     _BLACKWELL("B200", 2250, 4500, 180, 8.0),
     _BLACKWELL("B300", 2250, 4500, 288, 8.0, ("B300 SXM6 AC",), network_gb_s=100),
     _GRACE("GB200", 2500, 5000, 186, 8.0),
@@ -83,13 +76,11 @@ DEVICES = (
     _CDNA3("MI325X", 1307, 2615, 256, 6.0),
     _CDNA4("MI350X", 2300, 4600, 288, 8.0),
     _CDNA4("MI355X", 2500, 5000, 288, 8.0),
-    _ADA("L40S", 362, 733, 45, 0.864, multiprocessors=142, network_gb_s=25),
-    _ADA("L40", 181, 362, 45, 0.864, multiprocessors=142, network_gb_s=25),
-    _ADA("L4", 121, 242, 22.5, 0.3, multiprocessors=58),
-    _ADA("RTX 4090", 165, 330, 24, 1.008, multiprocessors=128),
-    DeviceSpec(
-        "RTX 5090", 209.5, 419, 32, 1.792, link_gb_s=64, network_gb_s=12.5, multiprocessors=170
-    ),
+    _ADA("L40S", 362, 733, 45, 0.864, network_gb_s=25),
+    _ADA("L40", 181, 362, 45, 0.864, network_gb_s=25),
+    _ADA("L4", 121, 242, 22.5, 0.3),
+    _ADA("RTX 4090", 165, 330, 24, 1.008),
+    DeviceSpec("RTX 5090", 209.5, 419, 32, 1.792, link_gb_s=64, network_gb_s=12.5),
 )
 
 

@@ -1,7 +1,7 @@
 """Predict what a run will cost and gain: memory, rates, time, and float8's effect.
 
-No GPU is needed. With --search, find the layout that trains fastest; with --longest, the longest
-sequence that fits. The config is named by --job.config_file, as in training.
+No GPU is needed. With --search, find the layout that trains fastest. The config is named by
+--job.config_file, as in training.
 """
 
 import argparse
@@ -46,11 +46,6 @@ def add_arguments(parser: Parser) -> None:
         "fit, and the overrides that choose the first; given keys stay"
     )
     answer.add_argument("--search", action="store_true", help=text)
-    answer.add_argument("--operators", action="store_true", help="add FLOPs and time by matmul")
-    text = "print the longest sequence that fits when 1, 2, 4, 8 or 16 GPUs share each"
-    answer.add_argument("--longest", action="store_true", help=text)
-    text = "price of an hour of one GPU, in any currency: adds the cost of the run"
-    option("--gpu-hour", type=positive, metavar="X", help=text)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -59,9 +54,8 @@ def run(options: argparse.Namespace) -> None:
     from torchtitan_lite.planner.measured import add_measured
     from torchtitan_lite.planner.plan import find_device, make_plan
     from torchtitan_lite.planner.report import format_plan, format_search
-    from torchtitan_lite.planner.search import Beside, Lengths, Space, find_better, make_search
+    from torchtitan_lite.planner.search import Space, make_search
 
-    is_search = options.search or options.longest
     words, world_size = options.overrides, options.world_size
     config = load_config(words, world_size=world_size)
     given = {field: getattr(options, field) for field in (*DATA_SHEET, "node_devices")}
@@ -69,14 +63,9 @@ def run(options: argparse.Namespace) -> None:
     if options.measured:
         device = add_measured(device, options.measured)
 
-    if is_search:
-        kind = Lengths if options.longest else Space
-        space = kind(config, world_size, device, given_keys(words))
-        found = make_search(space, gpu_hour=options.gpu_hour)
+    if options.search:
+        found = make_search(Space(config, world_size, device, given_keys(words)))
         print_answer(options, found, format_search(found))
     else:
-        given = {"tps": options.tps, "gpu_hour": options.gpu_hour}
-        plan = make_plan(config, world_size=world_size, device=device, **given)
-        beside = Beside(config, world_size, device)
-        plan["better"] = find_better(beside, plan) if options.tps is None else None
-        print_answer(options, plan, format_plan(plan, operators=options.operators))
+        plan = make_plan(config, world_size=world_size, device=device, tps=options.tps)
+        print_answer(options, plan, format_plan(plan))

@@ -44,73 +44,55 @@ class Moment:
 def step_memory(share: Share) -> list[Moment]:
     """Return the moments of a step at which a rank's memory can peak, in order.
 
-    Assumes the last microbatch of a step after the first one, so that optimizer states exist. A
-    pipeline can also peak at its first backward pass, before there are gradients."""
-    first, later = _in_flight(share)
-    moments = _backward(share, first, has_gradients=False) if share.pipelined else []
-    moments += _backward(share, later, has_gradients=True)
-
-    # The embedding's gradient, then the optimizer's update.
-    new = _new_gradients(share, share.embedding, _scattered(share, share.block))
-    whole = _whole_gradients(share, share.embedding)
-    moments.append(_moment(share, "gradients of the embedding", whole, buffers=new))
-    return [*moments, _moment(share, "optimizer step", _sharded(share, share.weights))]
-
-
-def _backward(share: Share, in_flight: float, *, has_gradients: bool) -> list[Moment]:
-    """Return the moments of a microbatch's backward pass, while the activations of `in_flight`
-    microbatches are kept, with or without gradients of earlier ones."""
-    tensors = _block_tensors(share)
-
+    Assumes the last microbatch of a step after the first one, so that optimizer states exist, and
+    that the most microbatches are in flight."""
     # In a pipeline a stage's input is where it was received, and its output is kept for its
-    # gradient. What an interleaved schedule has sent, it keeps until the step ends.
+    # gradient.
+    tensors = _block_tensors(share)
     each = _kept_by_blocks(share, tensors)
     each += share.residual * (share.has_embedding - share.has_output)
-    keeps_sent = share.schedule == INTERLEAVED and has_gradients
-    sent = round((share.microbatches - in_flight) * _received(share)) if keeps_sent else 0
-    waiting = round((in_flight - 1) * each)  # of other microbatches
+    waiting = round((_in_flight(share) - 1) * each)  # of other microbatches
+    moments = [_loss(share, waiting + each)] if share.has_output else []
 
-    # Memory can peak at the last block, at the one before it, beside which FSDP scatters the last
-    # block's gradients, and at the first.
-    moments = [_loss(share, waiting + each, has_gradients)] if share.has_output else []
-    last = share.blocks - 1
-    blocks = {"last block": last, "second to last block": max(0, last - 1), "first block": 0}
-    for name, before in blocks.items():
-        kept = waiting + each * before // share.blocks
-        scattered = _scattered(share, share.block if before < last else share.output)
-        new = _new_gradients(share, share.block, scattered)
-        there = _gathered(share, before) + sent
-        unscattered = (before + 1) * share.block + share.embedding
-        whole = _whole_gradients(share, unscattered) if has_gradients else 0
-        working = kept + _working(tensors, share)
-        peak, end = f"backward of the {name}", f"gradients of the {name}"
-        moments.append(_moment(share, peak, whole, activations=working, buffers=there + scattered))
-        moments.append(
-            _moment(share, end, whole, activations=kept + share.residual, buffers=there + new)
-        )
-    return moments
+    # Memory can peak at the second to last block, beside which FSDP scatters the last block's
+    # gradients, and at the first.
+    scattered = _scattered(share, share.block)
+    new = _new_gradients(share, share.block, scattered)
+    for name, before in ("second to last block", max(0, share.blocks - 2)), ("first block", 0):
+        kept, there = waiting + each * before // share.blocks, _gathered(share, before)
+        left = (before + 1) * share.block + share.embedding
+        for part, working, buffers in (
+            ("backward", _working(share, tensors), scattered),
+            ("gradients", share.residual, new),
+        ):
+            parts = {"activations": kept + working, "buffers": there + buffers}
+            moments.append(_moment(share, f"{part} of the {name}", left, **parts))
+
+    # The embedding's gradient, then the optimizer's update.
+    new = _new_gradients(share, share.embedding, scattered)
+    moments.append(_moment(share, "gradients of the embedding", share.embedding, buffers=new))
+    return [*moments, _moment(share, "optimizer step", None)]
 
 
-def _moment(share: Share, name: str, gradients: int, *, buffers: int = 0, **parts: int) -> Moment:
-    """Return a moment with the rank's shards of weights and optimizer states."""
+def _moment(share: Share, name: str, left: int | None, *, buffers: int = 0, **parts: int) -> Moment:
+    """Return a moment with the rank's shards of weights and optimizer states, in a backward pass
+    with the gradients of all but the `left` weights."""
     parameters = _sharded(share, share.weights)
     rotary_tables = FLOAT32 * share.model.max_seq_len * share.model.head_dim
-    received = share.microbatches * _received(share)  # each in a buffer of its own
+
+    # Each microbatch that a stage receives is in a buffer of its own. What an interleaved schedule
+    # has sent, it keeps too.
+    sides = 2 * len(share.job.stages) // share.job.degrees.pp
+    received = (sides - share.has_embedding - share.has_output) * share.residual
+    received *= share.microbatches * (2 if share.schedule == INTERLEAVED else 1)
     return Moment(
         name,
         parameters,
-        gradients,
+        gradients=parameters if left is None else _whole_gradients(share, left),
         optimizer_states=round(parameters * share.state_width / share.weight_width),
         buffers=rotary_tables + buffers + received,
         **parts,
     )
-
-
-def _received(share: Share) -> int:
-    """Bytes that the rank's stages receive from either side in a microbatch, and as many that they
-    send."""
-    sides = 2 * len(share.job.stages) // share.job.degrees.pp
-    return (sides - share.has_embedding - share.has_output) * share.residual
 
 
 # ----- Weights and gradients -----
@@ -167,23 +149,20 @@ def _whole_gradients(share: Share, weights: int) -> int:
 # ----- Activations -----
 
 
-def _in_flight(share: Share) -> tuple[float, float]:
-    """Microbatches whose activations a rank holds at the most, at a step's first backward pass and
-    at later ones, as the orders of torch/distributed/pipelining/schedules.py make them; 1 without a
-    pipeline."""
+def _in_flight(share: Share) -> float:
+    """Microbatches whose activations a rank holds at the most, as the orders of
+    torch/distributed/pipelining/schedules.py make them; 1 without a pipeline."""
     p, n = share.job.degrees.pp, share.microbatches
     if p == 1:
-        return 1, 1
-    stages = len(share.job.stages) / p
-    most: float = p - share.rank
+        return 1
     if share.schedule == "GPipe":
-        most = n
+        return n
     if share.schedule == INTERLEAVED:
         # It warms up with a round of microbatches for each stage but one, then with as many as the
         # ranks behind need.
-        most = ((stages - 1) * min(n, p) + 2 * (p - 1 - share.rank) + 1) / stages
-    # The first backward pass frees what one stage has kept of a microbatch.
-    return min(n, most), min(n - 1 / stages, most)
+        stages = len(share.job.stages) / p
+        return min(n, ((stages - 1) * min(n, p) + 2 * (p - 1 - share.rank) + 1) / stages)
+    return min(n, p - share.rank)
 
 
 def _block_tensors(share: Share) -> dict[str, int]:
@@ -197,16 +176,13 @@ def _block_tensors(share: Share) -> dict[str, int]:
         return elements * (1 if share.gathers_float8(tensor) else width)
 
     # Context parallelism keeps keys and values of whole sequences, and puts two chunks together.
-    in_float8, in_chunks = share.gathers_float8("attention"), cp > 1 and not model.document_bos_id
     return {
         "input": share.residual,
         "attention_norm": read("attention_norm", local * share.tp * model.dim),
         "q": heads * width,
         "k": cp * keys * width,
         "v": cp * keys * width,
-        "attention": heads * width,
-        "attention cast": heads * width if in_chunks and not in_float8 else 0,
-        "attention in float8": heads if in_float8 else 0,
+        "attention": heads * width * (2 if cp > 1 else 1),
         "log_sum_exp": local * model.n_heads * FLOAT32,
         "residual": share.residual,
         "ffn_norm": read("ffn_norm", local * share.tp * model.dim),
@@ -244,10 +220,10 @@ def _recomputed_by_compiler(share: Share) -> set[str]:
     if not share.config.float8.recipe.divides_tokens:
         return {"silu"}  # the weight gradient reads the uncast input
     inputs = ("attention_norm", "ffn_norm", "gated") if share.tp == 1 else ()
-    return {"silu", "attention cast", *filter(share.only_in_float8, inputs)}
+    return {"silu", *filter(share.only_in_float8, inputs)}
 
 
-def _working(tensors: dict[str, int], share: Share) -> int:
+def _working(share: Share, tensors: dict[str, int]) -> int:
     """Bytes of a block's activations at the peak of its backward: with the gradients of SwiGLU's
     factors and of the residual stream, or under context parallelism, in attention's, with those of
     whole keys and values for each query head."""
@@ -262,7 +238,7 @@ def _working(tensors: dict[str, int], share: Share) -> int:
 # ----- The loss -----
 
 
-def _loss(share: Share, held: int, has_gradients: bool) -> Moment:
+def _loss(share: Share, held: int) -> Moment:
     """The moment of the loss, beside activations `held` by blocks. Its gradient replaces the logits
     [N, V]. An eager loss also has a piece of them in float32."""
     width, float8, hidden = share.width, share.config.float8, share.tp * share.residual
@@ -286,13 +262,10 @@ def _loss(share: Share, held: int, has_gradients: bool) -> Moment:
         kept *= share.microbatches
 
     # Gathered weights: the projection's, twice while FSDP copies them, and what stays.
-    head = share.gathered_width * (share.output or share.embedding)
     copied = fused and not share.tied and share.job.degrees.fsdp > 1
-    gathered = head * (2 if copied else 1)
+    gathered = share.gathered_width * (share.output or share.embedding) * (2 if copied else 1)
     if share.stays:
         gathered += share.kept_block * share.blocks
         gathered += 0 if share.without_fsdp or share.tied else share.width * share.embedding
-    gradients = _whole_gradients(share, share.weights) if has_gradients else 0
-    return _moment(
-        share, "loss", gradients, activations=held + kept, logits=working, buffers=gathered
-    )
+    parts = {"activations": held + kept, "logits": working, "buffers": gathered}
+    return _moment(share, "loss", share.weights, **parts)

@@ -11,10 +11,9 @@ import torch
 
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
-from torchtitan_lite.catalog.flavors import OUTPUT, block_linear_shapes
+from torchtitan_lite.catalog.flavors import block_linear_shapes
 from torchtitan_lite.config import AUTO, Config, MetricsConfig, ModelConfig, resolve_model
 from torchtitan_lite.config.job import Job, TokenizerValues, build_job
-from torchtitan_lite.config.keys import closest
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.metrics.flops import MATMULS, FlopsLedger, compute_rates
 from torchtitan_lite.metrics.hardware import Peaks, given_peaks, published_peaks
@@ -34,8 +33,8 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
     """Return the data sheet of the device called `name`, by default of the GPU at hand, with the
     peaks in `metrics` and the fields `given`, unless None, and the usable part of its memory.
 
-    Raises ConfigError without a name and a GPU, and for an unknown name, with those like it, unless
-    a bf16 peak, bandwidth_tb_s and memory_gib are given, or if its bandwidth is above MOST_TB_S."""
+    Raises ConfigError without a name and a GPU, for an unknown name unless a bf16 peak,
+    bandwidth_tb_s and memory_gib are given, and for a bandwidth above MOST_TB_S."""
     given = {field: value for field, value in given.items() if value is not None}
     at_hand = name is None and torch.cuda.is_available()
     name = torch.cuda.get_device_name() if at_hand else name
@@ -46,9 +45,7 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
     if device is None and name and described:
         device = DeviceSpec(name, peaks["bf16"], None, **given)
     if device is None:
-        problem = (
-            f'"{name}" is not known{_alike(name)}' if name else "is needed where there is no GPU"
-        )
+        problem = f'"{name}" is not known' if name else "is needed where there is no GPU"
         raise ConfigError(
             f"--device {problem}; use one of {', '.join(each.name for each in DEVICES)}; plan any "
             "other by --device and any name, with --bandwidth (TB/s), --memory (GiB) and "
@@ -64,15 +61,6 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
     if at_hand and "memory_gib" not in given:
         usable_gib = torch.cuda.mem_get_info()[1] / 2**30 - CONTEXT_GIB
     return replace(device, memory_gib=round(usable_gib, 1))
-
-
-def _alike(name: str) -> str:
-    """Return `; did you mean X or Y?` with the devices whose names begin with `name`, ignoring case
-    and spaces, or else with the closest one; empty if none is near."""
-    start, known = name.replace(" ", "").lower(), [each.name for each in DEVICES]
-    alike = [each for each in known if each.replace(" ", "").lower().startswith(start)]
-    alike = alike or list(filter(None, [closest(name, known)]))
-    return f"; did you mean {' or '.join(alike)}?" if alike else ""
 
 
 def check_planned(config: Config, device: DeviceSpec) -> None:
@@ -116,11 +104,10 @@ def make_plan(
     world_size: int,
     device: DeviceSpec,
     tps: float | None = None,
-    gpu_hour: float | None = None,
 ) -> dict[str, Any]:
     """Return the plan as plain values for JSON. `tps` are tokens per second per device that a run
-    reached; None: predicted. `gpu_hour` is the price of a GPU-hour. Raises ConfigError for what
-    does not fit `world_size` or the device."""
+    reached; None: predicted. Raises ConfigError for what does not fit `world_size` or the
+    device."""
     check_planned(config, device)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
@@ -142,7 +129,7 @@ def make_plan(
 
     request = plan_request(work, device)
     request["float8_recipe"] = float8.recipe_name if on else None  # even if no linear gains
-    schedule = plan_schedule(work, device, tps=tps, gpu_hour=gpu_hour)
+    schedule = plan_schedule(work, work.time(device).step_s, tps=tps)
     schedule |= _plan_rates(schedule["tps"], meta.ledger, device)
     if tps is not None and (mfu := schedule["mfu"]) > 100:
         raise ConfigError(
@@ -184,40 +171,27 @@ def plan_request(work: Workload, device: DeviceSpec) -> dict[str, Any]:
     }
 
 
-def plan_schedule(
-    work: Workload,
-    device: DeviceSpec,
-    *,
-    tps: float | None = None,
-    gpu_hour: float | None = None,
-) -> dict[str, Any]:
-    """Return the rate `tps` of a run, by default the predicted one, the time at it, and the cost by
-    the price of a GPU-hour, if that is given."""
-    training, world_size = work.job.config.training, work.job.degrees.world_size
-    tokens_per_step = work.job.batch.global_batch_size * training.seq_len
+def plan_schedule(work: Workload, step_s: float, *, tps: float | None = None) -> dict[str, Any]:
+    """Return the rate `tps` that a run reached, else that of the predicted `step_s`, and the days
+    and GPU-hours of this run and of 10^12 tokens at it."""
+    training, degrees = work.job.config.training, work.job.degrees
+    tokens = work.job.batch.global_batch_size * training.seq_len / degrees.world_size  # of a device
     origin, tps_range = "given", None
     if tps is None:
-        origin, tps = "predicted", tokens_per_step / world_size / work.time(device).step_s
-        in_stages = work.job.degrees.cp * work.job.degrees.pp > 1
-        errors = SPLIT_RATE_RANGE if in_stages else RATE_RANGE  # of published runs of its kind
+        origin, tps = "predicted", tokens / step_s
+        # The errors of published runs of its kind.
+        errors = SPLIT_RATE_RANGE if degrees.cp * degrees.pp > 1 else RATE_RANGE
         tps_range = [tps * each for each in errors]
-
-    # Hours of this run and of 10^12 tokens, on all devices.
-    run_tokens = training.steps * tokens_per_step
-    run_hours, trillion_hours = (tokens / tps / world_size / 3600 for tokens in (run_tokens, 1e12))
+    run_hours, trillion_gpu_hours = training.steps * tokens / tps / 3600, 1e12 / tps / 3600
     return {
         "origin": origin,
         "tps": tps,
         "tps_range": tps_range,
-        "step_s": tokens_per_step / tps / world_size,
-        "tokens_per_step": tokens_per_step,
-        "run_tokens": run_tokens,
+        "step_s": tokens / tps,
         "run_days": run_hours / 24,
-        "run_gpu_hours": run_hours * world_size,
-        "days_per_trillion_tokens": trillion_hours / 24,
-        "gpu_hours_per_trillion_tokens": trillion_hours * world_size,
-        "run_cost": gpu_hour and gpu_hour * run_hours * world_size,
-        "cost_per_trillion_tokens": gpu_hour and gpu_hour * trillion_hours * world_size,
+        "run_gpu_hours": run_hours * degrees.world_size,
+        "days_per_trillion_tokens": trillion_gpu_hours / degrees.world_size / 24,
+        "gpu_hours_per_trillion_tokens": trillion_gpu_hours,
     }
 
 
@@ -234,28 +208,18 @@ def _plan_model(job: Job, meta: MetaModel) -> dict[str, Any]:
 
 
 def _plan_flops(ledger: FlopsLedger) -> dict[str, Any]:
-    recompute = sum(ledger.recompute.values())
-    output = sum(ledger.by_module["output"].values())
     return {
         "total": ledger.total,
         **{str(name): count for name, count in ledger.by_precision.items()},
-        "block_linears": ledger.total - output - ledger.attention,
-        "output": output,
+        "output": sum(ledger.by_module["output"].values()),
         "attention": ledger.attention,
-        "recompute": recompute,
-        "with_recompute": ledger.total + recompute,
+        "recompute": sum(ledger.recompute.values()),
     }
 
 
 def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
     """An item for each kind of linear and reason to keep it."""
     roofline, matmuls = work.roofline(device), work.job.config.float8.recipe.matmuls
-
-    # How often a step of the rank that computes longest passes all blocks, and the output.
-    step = work.time(device).compute_s
-    blocks = step["attention"] / roofline.attention_s()
-    heads = work.job.batch.grad_accum_steps if step["output and loss"] else 0.0
-    heads *= roofline.rates.in_training
     return [
         asdict(choice)
         | {
@@ -263,12 +227,7 @@ def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
             "precisions": {
                 each: "fp8" if choice.converted and each in matmuls else "bf16" for each in MATMULS
             },
-            "time_ratio": roofline.ratio(choice, work.converted) if device.fp8_tflops else None,
-            "flops_per_token": 2 * choice.shape[0] * choice.shape[1] * len(choice.names),
-            "step_s": {
-                name: seconds * (heads if choice.kind == OUTPUT else blocks)
-                for name, seconds in roofline.matmuls_s(choice, work.converted).items()
-            },
+            "time_ratio": roofline.ratio(choice) if device.fp8_tflops else None,
         }
         for choice in work.choices
     ]

@@ -13,13 +13,11 @@ from torchtitan_lite.metrics.flops import MATMULS
 
 GIB = 2**30
 UNITS = {"days": 1, "hours": 24, "minutes": 24 * 60, "seconds": 24 * 3600}  # in a day
-RISING = ("tps", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_arithmetic_peak", "hfu")
-"""Figures that rise with the rate."""
-FALLING = (
-    *("step_s", "run_days", "run_gpu_hours"),
+FIGURES = (
+    *("tps", "step_s", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_arithmetic_peak"),
+    *("hfu", "run_days", "run_gpu_hours"),
     *("days_per_trillion_tokens", "gpu_hours_per_trillion_tokens"),
 )
-COSTS = ("run_cost", "cost_per_trillion_tokens")  # fall with the rate too
 SETTINGS = (
     "{layout}. Activation checkpointing {activation_checkpoint}, fsdp_reshard_after_forward "
     "{fsdp_reshard_after_forward}, attention in PyTorch's {attention_kernel} kernel."
@@ -32,19 +30,16 @@ ASSUMED = (
     "--node-devices, --network). Ranges hold the middle 80 % of published runs of this kind, "
     "beside their predictions: see docs/published.md."
 )
-ASKED = 'slower, as configured; [float8] filter_fqns = ["auto"] would keep it in bf16'
-SHARED = "slower alone; a shared cast, or gathers of half the bytes, can make up for it"
 BY_HOST = "bound by the host (a guess, the same for bf16 and float8): the speedup says little"
 Plan = Mapping[str, Any]  # what `make_plan` returns, or a section of it
 
 _wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
 
 
-def format_plan(plan: Plan, *, operators: bool = False) -> str:
-    """Format the result of `make_plan` section by section, with `operators` also each matmul."""
-    tables = (_linears, _operators) if operators else (_linears,)
-    sections = (_answer, _time, _memory, _cost, *tables, _assumed, _advice)
-    return "\n\n".join(filter(None, (section(plan) for section in sections)))
+def format_plan(plan: Plan) -> str:
+    """Format the result of `make_plan` section by section."""
+    sections = _answer, _time, _memory, _cost, _linears, _assumed
+    return "\n\n".join(section(plan) for section in sections)
 
 
 def _answer(plan: Plan) -> str:
@@ -134,31 +129,19 @@ def _memory(plan: Plan) -> str:
         gpus, full = memory["would_fit"], "activation checkpointing full"
         fewest = f"{gpus:,} GPUs with {full}" if gpus else f"no number of GPUs, with {full} either"
         fixes = "lower [training] local_batch_size or seq_len, or [optimizer] state_dtype"
-        note += f"; would fit: {fewest}; or {fixes}"
+        note += f"; would fit: {fewest}; or {fixes}, or try --search"
     return _section("Memory of a rank, predicted", _table([header, *rows]), _wrap(note))
 
 
 def _cost(plan: Plan) -> str:
-    """Format the figures at the predicted rate and both ends of its range, or at the given one."""
-    schedule, model = plan["schedule"], plan["model"]
-    factors = {schedule["origin"]: 1.0}
-    if schedule["tps_range"]:
-        low, high = (rate / schedule["tps"] for rate in schedule["tps_range"])
-        factors |= {"slow": low, "fast": high}
-
-    rows = [["", *factors]]
-    costs = COSTS if schedule["run_cost"] is not None else ()
-    for name in (*RISING, *FALLING, *costs):
-        value = schedule[name]
-        values = [value and value * (f if name in RISING else 1 / f) for f in factors.values()]
-        rows.append([name, *map(_digits, values)])
+    schedule, model, flops = plan["schedule"], plan["model"], plan["flops_per_token"]
     text = (
         f"mfu and hfu: percent of {_digits(schedule['effective_peak'])} TFLOPS, each matmul at its "
-        f"own peak (docs/metrics.md). {model['parameters']:,} parameters and "
-        f"{plan['flops_per_token']['total']:,} FLOPs a token, of which "
-        f"{plan['flops_per_token']['fp8']:,} in fp8. This run trains {schedule['run_tokens']:.3g} "
-        f"tokens. A checkpoint is {model['checkpoint_bytes'] / GIB:,.1f} GiB over all ranks."
+        f"own peak (docs/metrics.md). {model['parameters']:,} parameters and {flops['total']:,} "
+        f"FLOPs a token, of which {flops['fp8']:,} in fp8. A checkpoint is "
+        f"{model['checkpoint_bytes'] / GIB:,.1f} GiB over all ranks."
     )
+    rows = [("", schedule["origin"]), *((name, _digits(schedule[name])) for name in FIGURES)]
     return _section(f"Cost at the {schedule['origin']} rate", _table(rows), _wrap(text))
 
 
@@ -166,58 +149,19 @@ def _linears(plan: Plan) -> str:
     rows = [("linear", "count", "M x N x K per rank", "fp8/bf16", "trained in")]
     reasons: dict[str, list[str]] = {}
     for linear in plan["linears"]:
-        name = linear["kind"].rpartition(".")[2]
-        sizes = " x ".join(map(str, (linear["tokens"], *linear["local_shape"])))
-        trained_in, reason = linear["precisions"]["output"], linear["kept_because"]
+        name, reason = linear["kind"].rpartition(".")[2], linear["kept_because"]
+        in_bf16 = [f"{each} in bf16" for each in MATMULS if linear["precisions"][each] != "fp8"]
         if reason:
-            reasons.setdefault(f"bf16: {reason}", []).append(name)
-        else:
-            in_bf16 = [each for each in MATMULS if linear["precisions"][each] != "fp8"]
-            trained_in = ", ".join(["float8", *(f"{each} in bf16" for each in in_bf16)])
-            if linear["time_ratio"] > 1:
-                better_kept = linear["kind"] in (plan["prediction"]["better_kept"] or ())
-                reasons.setdefault(f"float8: {ASKED if better_kept else SHARED}", []).append(name)
-        count, ratio = str(len(linear["names"])), _digits(linear["time_ratio"])
-        rows.append((name, count, sizes, ratio, trained_in))
+            reasons.setdefault(reason, []).append(name)
+        trained_in = "bf16" if reason else ", ".join(["float8", *in_bf16])
+        sizes = " x ".join(map(str, (linear["tokens"], *linear["local_shape"])))
+        ratio = _digits(linear["time_ratio"])
+        rows.append((name, str(len(linear["names"])), sizes, ratio, trained_in))
 
     notes = ["fp8/bf16: predicted time of three matmuls and their casts in float8, over bf16"]
-    notes += [f"{', '.join(names)} in {why}" for why, names in reasons.items()]
+    notes += [f"{', '.join(names)} in bf16: {why}" for why, names in reasons.items()]
     off = f" if {plan['prediction']['recipe']} float8 were on" if _is_off(plan) else ""
     return _section(f"Linears{off}", _table(rows), *map(_wrap, notes))
-
-
-def _operators(plan: Plan) -> str:
-    """Format FLOPs and time of each matmul, of attention, and of all else: the sum is the step."""
-    step = plan["prediction"]["float8"] or plan["prediction"]["bf16"]
-    rows = [
-        (f"{each['kind']} {matmul}", precision, each["flops_per_token"], each["step_s"][matmul])
-        for each in plan["linears"]
-        for matmul, precision in each["precisions"].items()
-    ]
-    attention = plan["flops_per_token"]["attention"], step["compute_s"]["attention"]
-    rows.append(("attention", "bf16", *attention))
-    rows.append(("all else", "", 0, step["step_s"] - sum(seconds for *_, seconds in rows)))
-    rows.append(("sum", "", sum(flops for *_, flops, _ in rows), step["step_s"]))
-    header = ("", "precision", "FLOPs a token", f"milliseconds{', if on' if _is_off(plan) else ''}")
-    cells = [(*names, f"{flops:,}", f"{1e3 * s:,.1f}") for *names, flops, s in rows]
-    return _section("Operators", _table([header, *cells]))
-
-
-def _advice(plan: Plan) -> str:
-    """Name a better layout that was found, or for one that does not fit more GPUs or the search."""
-    memory, request, better = plan["memory"], plan["request"], plan.get("better")
-    fits, gpus = memory["fits"], memory["would_fit"] or 0
-    if better is None and (fits or gpus <= request["world_size"]):
-        return "" if fits else "Try --search for layouts that fit."
-    if better is None:
-        # A search can share weights and optimizer states between replicas, but no further.
-        states = memory["peak"]["parameters"] + memory["peak"]["optimizer_states"]
-        too_few = states / request["dp_replicate"] / GIB > plan["device"]["memory_gib"]
-        return f"Use {gpus:,} GPUs (--world-size {gpus}){'' if too_few else ', or try --search'}."
-    gain = better["tps"] / plan["schedule"]["tps"]
-    verdict = f"is predicted to run at {gain:.2f}x the speed" if fits else "is predicted to fit"
-    advice = f"Another layout {verdict}; --search tries more. As options:"
-    return f"{_wrap(advice)}\n{_options(better['changes'])}"
 
 
 def _assumed(plan: Plan) -> str:
@@ -240,36 +184,20 @@ def _assumed(plan: Plan) -> str:
 
 # ----- Answer of a search -----
 
-LAYOUT = {
+COLUMNS = {
     "": "{rank}",
-    "PP x DP x FSDP x CP x TP": "{pp} x {dp_replicate} x {dp_shard} x {cp} x {tp}",
-    "batch": "{grad_accum_steps} x {local_batch_size} x {seq_len:,}",
+    "PPxDPxFSDPxCPxTP": "{pp}x{dp_replicate}x{dp_shard}x{cp}x{tp}",
+    "batch": "{grad_accum_steps}x{local_batch_size}x{seq_len:,}",
     "recompute": "{activation_checkpoint}",
     "recipe": "{recipe}",
-}
-FIGURES = {
-    "": "{rank}",
     "tokens/s": "{tps:,.0f}",
-    "between": "{tps_range[0]:,.0f} to {tps_range[1]:,.0f}",
     "GiB": "{reserved_gib:,.1f}",
-    "waits": "{waits_pct:.0f} %",
-    "days": "{days_per_trillion_tokens:,.1f}",
-    "GPU-hours": "{gpu_hours_per_trillion_tokens:,.0f}",
 }
 NOTES = (
     "{fitting:,} configs fit in {memory_gib:g} GiB. If none of the first five is in bf16, the last "
     "one shown is the first that is. Batch: passes of a step, sequences of a pass, and tokens of "
-    "each. Between: the middle 80 % of published runs beside their predictions "
-    "(docs/published.md). Waits: the part of the step in which the device waits. Days, GPU-hours "
-    "and cost: for 10^12 tokens."
-)
-LAYOUTS = (
-    " All train on the global batch of {global_batch_size:,} sequences: to try a larger one, give "
-    "--training.global_batch_size."
-)
-LENGTHS = (
-    " Searched even where given: [training] seq_len, local_batch_size, global_batch_size, and "
-    "[parallelism] data_parallel_shard_degree."
+    "each. All train on the global batch of {global_batch_size:,} sequences: to try a larger one, "
+    "give --training.global_batch_size."
 )
 
 
@@ -277,20 +205,14 @@ def format_search(search: Plan) -> str:
     """Format the result of `make_search`: the layouts, what holds for all, and the options that
     choose the first."""
     request, first = search["request"], search["layouts"][0]
-    figures = dict(FIGURES)
-    if first["cost_per_trillion_tokens"] is not None:
-        figures["cost"] = "{cost_per_trillion_tokens:,.0f}"
     rows = [each | {"recipe": each["float8_recipe"] or "bf16"} for each in search["layouts"]]
-    tables = [
-        _table([[*columns], *([cell.format_map(row) for cell in columns.values()] for row in rows)])
-        for columns in (LAYOUT, figures)
-    ]
-    kept = f" Kept as given: {', '.join(request['kept'])}." if request["kept"] else ""
-    title = "{found} of {model} on {world_size} x {device}".format_map({**request, **first})
-    notes = NOTES + (LENGTHS if "Longest" in request["found"] else LAYOUTS)
-    notes = notes.format_map({**request, **first}) + kept
+    cells = [[cell.format_map(row) for cell in COLUMNS.values()] for row in rows]
+    title = "Fastest layouts of {model} on {world_size} x {device}".format_map(first)
+    notes = NOTES.format_map({**request, **first})
+    if request["kept"]:
+        notes += f" Kept as given: {', '.join(request['kept'])}."
     options = f"The first of them, as options:\n{_options(first['changes'])}"
-    return "\n\n".join([_wrap(title), *tables, _wrap(notes), options])
+    return "\n\n".join([_wrap(title), _table([[*COLUMNS], *cells]), _wrap(notes), options])
 
 
 def _options(changes: Plan) -> str:

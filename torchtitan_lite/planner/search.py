@@ -1,21 +1,20 @@
-"""Search for the fastest config that fits a number of devices, or for the longest sequence.
+"""Search for the fastest config that fits a number of devices.
 
 Every candidate is a config that training accepts. Memory is estimated before time.
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.catalog.recipes import RECIPES
-from torchtitan_lite.config import AUTO, Config, check_config, resolve_model, sequence_parts
+from torchtitan_lite.config import AUTO, Config, check_config
 from torchtitan_lite.config.job import TokenizerValues, build_job
 
 from .auto import choose_work, name_kept
@@ -23,11 +22,8 @@ from .plan import check_planned, find_fewest_gpus, plan_request, plan_schedule, 
 from .workload import Workload, build_workload
 
 SHOWN = 5  # layouts in the answer
-CLEARLY = 1.05  # times as fast
 CP_DEGREES = (1, 2, 4, 8, 16)
 LEAST_TOKENS = 4096  # of a sequence on a rank, where context parallelism is searched
-LENGTHS = 1024  # the longest sequence is a multiple of it
-LONGEST = 2**20  # where the model has no limit
 REPLICATE = "parallelism.data_parallel_replicate_degree"
 SHARD = "parallelism.data_parallel_shard_degree"
 CP = "parallelism.context_parallel_degree"
@@ -35,7 +31,6 @@ TP = "parallelism.tensor_parallel_degree"
 PP = "parallelism.pipeline_parallel_degree"
 MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"  # local_batch_size, where it is used
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
-SEQ_LEN = "training.seq_len"
 LOCAL = "training.local_batch_size"
 GLOBAL = "training.global_batch_size"
 MODE = "activation_checkpoint.mode"
@@ -60,8 +55,6 @@ class Space:
     The config must be possible for `world_size` itself: its layout decides the global batch, unless
     that is set."""
 
-    found: ClassVar = "Fastest layouts"
-    replaced: ClassVar[tuple[str, ...]] = ()  # keys that are searched even where given
     config: Config
     world_size: int
     device: DeviceSpec
@@ -76,7 +69,7 @@ class Space:
     def kept(self) -> Settings:
         """Settings that are the same in all configs because they are given."""
         own = flatten(self.config)
-        return {name: own[name] for name in SEARCHED if name in {*self.given} - {*self.replaced}}
+        return {name: own[name] for name in SEARCHED if name in self.given}
 
     def settings(self) -> Iterator[Settings]:
         """Yield the settings of all configs, which train on the same global batch. Tensor
@@ -144,62 +137,6 @@ class Space:
         return work
 
 
-class Lengths(Space):
-    """For each degree of context parallelism, the config with the longest sequence that fits: one
-    at a time on the ranks that share it, and the other keys as in `config`."""
-
-    found = "Longest sequences"
-    replaced = LOCAL, SHARD
-
-    def settings(self) -> Iterator[Settings]:
-        """Yield the settings of each degree, whose length is open."""
-        for cp in [self.kept[CP]] if CP in self.kept else CP_DEGREES:
-            yield {SHARD: -1, LOCAL: 1, GLOBAL: -1, CP: cp}
-
-    def candidate(self, settings: Settings) -> Workload:
-        """Return the longest config with `settings` that fits, or the shortest if none does."""
-        limit = min(resolve_model(self.config.model).max_seq_len, LONGEST)
-        tp = self.config.parallelism.tensor_parallel_degree
-        step = math.lcm(LENGTHS, sequence_parts(cp=settings[CP], tp=tp))
-        lengths = range(step, max(limit, step) + 1, step)
-
-        def work_of(seq_len: int) -> Workload:
-            return Space.candidate(self, settings | {SEQ_LEN: seq_len})
-
-        # Memory grows with the length.
-        memory_gib = self.device.memory_gib
-        fitting = bisect_right(lengths, memory_gib, key=lambda each: work_of(each).reserved_gib)
-        return work_of(lengths[max(fitting, 1) - 1])
-
-
-class Beside(Space):
-    """The config with "auto" for what is recomputed and what stays gathered, as it is and with
-    tensor parallelism, context parallelism or the local batch doubled or halved."""
-
-    def settings(self) -> Iterator[Settings]:
-        """Yield the settings of the config itself, and of those beside it."""
-        own = flatten(self.config)
-        job = build_job(self.config, world_size=self.world_size, tokenizer=self.tokenizer)
-        total = job.batch.global_batch_size
-        auto = {SHARD: -1, GLOBAL: total, MODE: AUTO, RESHARD: AUTO}
-        yield auto
-        most = {TP: self.device.node_devices, CP: CP_DEGREES[-1], LOCAL: total}
-        for name, factor in product(most, (0.5, 2)):
-            if 1 <= (value := int(factor * own[name])) <= most[name]:
-                yield auto | {name: value}
-
-
-def find_better(space: Beside, plan: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the fastest layout of `space`, as `make_search` describes it, if it fits where `plan`
-    of its config does not, or is predicted to be clearly faster."""
-    try:
-        first = make_search(space)["layouts"][0]
-    except ConfigError:  # nothing fits
-        return None
-    least = CLEARLY * plan["schedule"]["tps"] if plan["memory"]["fits"] else 0.0
-    return first if first["tps"] > least else None
-
-
 def flatten(config: Config) -> Settings:
     """Return the values of all keys."""
     tables = config.model_dump()
@@ -229,11 +166,9 @@ def find_candidates(space: Space) -> list[Workload]:
     return distinct or found
 
 
-def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any]:
-    """Return the first layouts as plain values for JSON, the longest first and of one length the
-    fastest, and the first in bf16 if it is none of them. `gpu_hour` is the price of a GPU-hour.
-
-    Raises ConfigError if training accepts no config of `space`, or the memory of none fits."""
+def make_search(space: Space) -> dict[str, Any]:
+    """Return the fastest layouts as plain values for JSON, and the first in bf16 if it is none of
+    them. Raises ConfigError if training accepts no config of `space`, or none fits the memory."""
     device, candidates = space.device, find_candidates(space)
     fitting = [each for each in candidates if each.reserved_gib <= device.memory_gib]
     if not fitting:
@@ -246,32 +181,26 @@ def make_search(space: Space, *, gpu_hour: float | None = None) -> dict[str, Any
             "or use more."
         )
 
-    def order(work: Workload) -> tuple[float, ...]:
-        tps = plan_schedule(work, device)["tps"]
-        return -work.job.config.training.seq_len, -tps, work.reserved_gib
-
-    ranked = list(enumerate(sorted(fitting, key=order), 1))
-    best_bf16 = next(([each] for each in ranked if not each[1].converted), [])
-    shown = ranked[:SHOWN] + [each for each in best_bf16 if each[0] > SHOWN]
+    layouts = [_describe(each, space) for each in fitting]
+    layouts.sort(key=lambda each: (-each["tps"], each["reserved_gib"]))
+    ranked = [{"rank": rank} | each for rank, each in enumerate(layouts, 1)]
+    best_bf16 = [each for each in ranked if each["float8_recipe"] is None][:1]
     return {
         "request": {
-            "found": space.found,
             "memory_gib": device.memory_gib,
             "kept": list(space.kept),
             "fitting": len(fitting),
         },
-        "layouts": [{"rank": rank} | _describe(each, space, gpu_hour) for rank, each in shown],
+        "layouts": ranked[:SHOWN] + [each for each in best_bf16 if each["rank"] > SHOWN],
     }
 
 
-def _describe(work: Workload, space: Space, gpu_hour: float | None) -> dict[str, Any]:
+def _describe(work: Workload, space: Space) -> dict[str, Any]:
     """Return the layout, rates and memory of `work`, and how it differs from the config."""
-    step = work.time(space.device)
     own, settings = flatten(space.config), flatten(work.job.config)
     return {
         **plan_request(work, space.device),
-        **plan_schedule(work, space.device, gpu_hour=gpu_hour),
-        "waits_pct": 100 * sum(step.waits_s.values()) / step.step_s,
+        **plan_schedule(work, work.time(space.device).step_s),
         "reserved_gib": work.reserved_gib,
         "changes": {name: value for name, value in settings.items() if value != own[name]},
     }

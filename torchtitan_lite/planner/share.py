@@ -63,6 +63,7 @@ class Share:
         self.weights = self.blocks * self.block + self.embedding + self.output
         self.matrices = self.blocks * sum(sizes.values()) // self.tp
         self.weight_width, self.state_width = state_widths(config, self.matrices / self.weights)
+        self.update_bytes = 6 * self.weight_width + 2 * self.state_width
 
         # Whether weights stay gathered from the forward to the backward pass, and are then cast to
         # float8 once for all microbatches; and whether they are cast before a microbatch at all.
@@ -91,8 +92,10 @@ class Share:
         each = config.parallelism.fsdp_reduce_gradients == "each" and not self.without_fsdp
         self.reductions = self.microbatches if each else 1
 
-        # How often it gathers all weights for forward passes, and blocks' for backward passes.
-        self.gathers = (1, 0) if self.stays else (self.microbatches, self.microbatches)
+        # How often it gathers weights: for forward and for backward passes. Bytes of all of them.
+        self.gathers = 1 if self.stays else 2 * self.microbatches
+        ends = self.gathered_width * (self.embedding + self.output)
+        self.gathered = self.blocks * self.gathered_block + ends
 
     def only_in_float8(self, tensor: str) -> bool:
         """Whether all linears of a block that read `tensor` are in float8."""

@@ -12,9 +12,8 @@ from torchtitan_lite.training.model import choose_linears, find_recomputed
 
 from .constants import SPEEDUP_RANGE, rates_of
 from .memory import RESERVED_RATIO, RESERVED_RATIO_WITHOUT_FSDP, Moment, step_memory
-from .roofline import Roofline
 from .share import Share, without_fsdp
-from .step import StepTime, time_step
+from .time import Roofline, StepTime, time_step
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def _slower_linears(
     roofline = Roofline(device, rates_of(device), job, find_recomputed(job, []))
     chosen = _fastest(roofline, linears, linears)
     return {
-        linear.kind: f"auto: {roofline.ratio(linear, chosen):.2f}x the time of bf16"
+        linear.kind: f"auto: {roofline.ratio(linear):.2f}x the time of bf16"
         for linear in linears
         if linear not in chosen
     }
