@@ -212,7 +212,7 @@ def test_parameters_are_one_group_by_default() -> None:
 
 def test_parameter_groups_have_their_own_decay_and_learning_rate() -> None:
     config = OptimizerConfig(
-        no_decay=["norm", "attention_norm", "layers.1"],
+        no_decay=["norm", "layers.1"],
         lr_factors={"tok_embeddings": 0.5, "layers.0": 0.25, "wq": 2.0},
     )
     groups = parameter_groups([(name, nn.Parameter(torch.ones(1))) for name in NAMES], config)

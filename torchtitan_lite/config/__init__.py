@@ -6,6 +6,7 @@ from .arithmetic import (
     ParallelDegrees,
     keep_batch,
     matches,
+    matches_parameter,
     multiples_near,
     resolve_batch,
     resolve_degrees,

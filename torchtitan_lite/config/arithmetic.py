@@ -207,6 +207,11 @@ def matches(pattern: str, name: str) -> bool:
     return f".{pattern}." in f".{name}."
 
 
+def matches_parameter(part: str, name: str) -> bool:
+    """Return whether `part` follows in the `name` of a parameter; "norm" means every norm."""
+    return matches(part, name) or (part == "norm" and "_norm." in name)
+
+
 def unmatched_filters(patterns: Iterable[str], linears: Collection[str]) -> list[str]:
     """Return a message for each pattern of filter_fqns that matches none of the `linears`."""
     last_parts = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))

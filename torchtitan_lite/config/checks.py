@@ -13,7 +13,7 @@ from torchtitan_lite.catalog.run_files import RUN_FILES
 from torchtitan_lite.catalog.schedules import INTERLEAVED
 
 from .arithmetic import (
-    matches,
+    matches_parameter,
     multiples_near,
     resolve_batch,
     resolve_degrees,
@@ -264,7 +264,7 @@ def _check_parts(values: Values, args: ModelArgs, linears: list[str]) -> Iterato
     last_parts = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
     for key in ("[optimizer] no_decay", "[optimizer] lr_factors"):
         for part in values[key]:
-            if not any(matches(part, f"{name}.weight") for name in names):
+            if not any(matches_parameter(part, f"{name}.weight") for name in names):
                 fix = f"no parameter has {part!r} in its name; use {last_parts} or layers.0"
                 yield describe(values, key, fix=fix)
 

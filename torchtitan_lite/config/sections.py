@@ -115,7 +115,7 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0, le=10)] = 0.1
     """Weight decay of every parameter: AdamW's is decoupled, Adam's is added to the gradients."""
     no_decay: Names = ()
-    """Parts of names of parameters without decay: attention_norm, ffn_norm, norm (the last), ..."""
+    """Parts of names of parameters without decay, such as norm (every one), tok_embeddings."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How PyTorch runs the update; only "fused" never waits for the device to skip a bad one."""
     state_dtype: Literal["float32", "bfloat16"] | None = None

@@ -55,11 +55,11 @@ def check_resume(resume: Resume, job: Job) -> None:
     check_model(saved.model, asdict(job.model_args), path=resume.path)
     before = parse_toml(saved.config.encode()).get("optimizer", {}).get("name", "AdamW")
     name = job.config.optimizer.name
-    if before != name and "Muon" in (before, name) and not resume.new_moments:
+    if before != name and not {before, name} <= {"AdamW", "Adam"} and not resume.new_moments:
         raise CheckpointError(
-            f'[optimizer] name = "{name}": {resume.path} has the state of "{before}", and only one '
-            f'of them orthogonalizes; set name to "{before}", or for new moments [checkpoint] '
-            'exclude_from_loading = ["optimizer"]; or name another [job] dump_folder.'
+            f'[optimizer] name = "{name}": {resume.path} has the state of "{before}"; set name to '
+            f'"{before}", or for a new state [checkpoint] exclude_from_loading = ["optimizer"], or '
+            "name another [job] dump_folder."
         )
     for change in config_changes(saved.config, job.config.to_toml()):
         logger.info(f"since step {saved.progress.step}: {change}")

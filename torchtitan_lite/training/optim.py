@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torchtitan_lite import patches
 from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.checkpoint.manifest import TrainingProgress
-from torchtitan_lite.config import OptimizerConfig, TrainingConfig, matches
+from torchtitan_lite.config import OptimizerConfig, TrainingConfig, matches_parameter
 from torchtitan_lite.models.init import local_part
 
 
@@ -27,8 +27,10 @@ def parameter_groups(
     groups: dict[tuple[float, float], dict[str, Parameter]] = defaultdict(dict)
     for name, parameter in named:
         name = name.replace("_checkpoint_wrapped_module.", "")
-        decays = not any(matches(part, name) for part in optimizer.no_decay)
-        factors = [each for part, each in optimizer.lr_factors.items() if matches(part, name)]
+        decays = not any(matches_parameter(part, name) for part in optimizer.no_decay)
+        factors = [
+            each for part, each in optimizer.lr_factors.items() if matches_parameter(part, name)
+        ]
         key = optimizer.weight_decay if decays else 0.0, math.prod(factors, start=1.0)
         groups[key][name] = parameter
     return [
