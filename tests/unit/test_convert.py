@@ -57,6 +57,15 @@ def test_recipes_keep_their_scaling(recipe, granularity, high_precision, emulate
     assert (grad_weight is ScalingType.DISABLED) is high_precision
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_use_fast_accum_in_backward_is_of_both_gradients_and_outputs_always_are_fast(fast):
+    model = on_meta(SMALL, "rowwise", use_fast_accum_in_backward=fast)
+    wq = model.layers["0"].attention.wq
+    configs = wq.linear_mm_config
+    assert configs.output.use_fast_accum
+    assert configs.grad_input.use_fast_accum is configs.grad_weight.use_fast_accum is fast
+
+
 @pytest.mark.parametrize("all_gather", [True, False])
 def test_weights_are_wrapped_for_the_float8_all_gather_only_where_asked_for(all_gather):
     model = on_meta(SMALL, "tensorwise", enable_fsdp_float8_all_gather=all_gather)

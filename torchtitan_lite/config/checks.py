@@ -119,6 +119,7 @@ LENGTHS = "[training] seq_len", "[validation] seq_len"
 RECIPE_KEYS: dict[str, Callable[[Recipe], bool]] = {
     "pad_inner_dim": lambda recipe: recipe.pads_tokens,
     "enable_fsdp_float8_all_gather": lambda recipe: recipe.gathers_float8,
+    "use_fast_accum_in_backward": lambda recipe: recipe.converter == Recipe.converter,
     "log_numerics_freq": lambda recipe: recipe.converter == Recipe.converter,
 }
 """Keys of [float8] that are for some recipes only, and which."""

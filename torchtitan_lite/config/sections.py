@@ -296,6 +296,8 @@ class Float8Config(Section):
     """Emulate float8 matmuls, for GPUs without them; automatic on CPU."""
     convert_output: bool = False
     """Train `output`, the projection to the vocabulary, in float8 too."""
+    use_fast_accum_in_backward: bool = False
+    """Add up gradients' matmuls in less than float32, faster on Hopper, as PyTorch does outputs."""
     pad_inner_dim: bool = False
     """Pad a microbatch's tokens with zeros to the multiple that float8 weight gradients need."""
     log_numerics_freq: Whole = 0

@@ -66,20 +66,29 @@ def convert_linears(
     converted = {name for name, module in model.named_modules() if is_float8(module)}
     assert converted == chosen, f"converted and chosen differ in {sorted(converted ^ chosen)}"
     if emulate:
-        logger.info(f"float8 is emulated: the numerics of {float8.recipe_name}, not its speed")
+        fast = float8.use_fast_accum_in_backward
+        left_out = ", nor its fast accumulation" if fast else ""
+        logger.info(
+            f"float8 is emulated: the numerics of {float8.recipe_name}, not its speed{left_out}"
+        )
 
 
 def convert_to_torchao(
     model: nn.Module, chosen: Collection[str], float8: Float8Config, emulate: bool
 ) -> None:
     """Swap the linears of `model` that are named in `chosen` for torchao's, in place."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import
+    # Slow to import.
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.config import Float8GemmConfig
 
+    accumulation = Float8GemmConfig(use_fast_accum=float8.use_fast_accum_in_backward)
     settings = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(float8.recipe.name),
         emulate=emulate,
         enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
         pad_inner_dim=float8.pad_inner_dim,
+        gemm_config_grad_input=accumulation,
+        gemm_config_grad_weight=accumulation,
     )
     convert_to_float8_training(
         model, config=settings, module_filter_fn=lambda module, name: name in chosen
