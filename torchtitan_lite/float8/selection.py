@@ -120,15 +120,16 @@ def _apply_filters(
     return choices, errors
 
 
-def _misfits(choice: LinearChoice, multiple: int, tp_degree: int) -> str:
-    """Return the sizes that are not a `multiple` on every rank."""
+def _misfits(choice: LinearChoice, multiple: int, tp_degree: int, *, near: bool = False) -> str:
+    """Return the sizes that are not a `multiple` on every rank, perhaps with those `near` them."""
     sizes = []
     labels = ("out_features", "in_features")
     for label, size, local in zip(labels, choice.shape, choice.local_shape, strict=True):
         ranks = 1 if local == size else tp_degree
         if size % (multiple * ranks):
             split = f" ({size} over tensor_parallel_degree {ranks})" if ranks > 1 else ""
-            sizes.append(f"{label} {local}{split}")
+            nearest = f", near {multiples_near(local, multiple)}" if near else ""
+            sizes.append(f"{label} {local}{split}{nearest}")
     return " and ".join(sizes)
 
 
@@ -142,7 +143,7 @@ def _size_errors(
         keep = f'add "{choice.kind.rpartition(".")[2]}" to [float8] filter_fqns'
         if choice.kind == OUTPUT:
             keep = "set [float8] convert_output = false"
-        if sizes := _misfits(choice, multiple, tp_degree):
+        if sizes := _misfits(choice, multiple, tp_degree, near=True):
             errors.append(
                 f"[float8] {choice.kind}: {sizes} on each rank, not a multiple of {multiple}, "
                 f"which float8 matmuls need; lower [parallelism] tensor_parallel_degree, or {keep}."
