@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from torchtitan_lite.models.generate import Sampling as Sampling
     from torchtitan_lite.models.llama3 import Transformer as Transformer
     from torchtitan_lite.planner.plan import find_device as find_device
-    from torchtitan_lite.planner.plan import make_plan as plan
+    from torchtitan_lite.planner.plan import make_plan
     from torchtitan_lite.planner.prepare import prepare_job as prepare_job
     from torchtitan_lite.run.process_group import init_distributed as init_distributed
     from torchtitan_lite.tools.generate import generate as generate
-    from torchtitan_lite.train import run as run_training
+    from torchtitan_lite.train import run
     from torchtitan_lite.training.trainer import Trainer as Trainer
+
+    plan, run_training = make_plan, run
 
 __version__ = "0.3.0"
 

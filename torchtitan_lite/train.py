@@ -35,7 +35,7 @@ from torchtitan_lite.base.collectives import on_rank0
 from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RunError
 from torchtitan_lite.base.files import allow_open_files, hash_file, hash_sources
 from torchtitan_lite.base.logger import init_logger, logger
-from torchtitan_lite.base.outside import load_module
+from torchtitan_lite.base.outside import load_outside
 from torchtitan_lite.checkpoint.folders import HF_SUFFIX, remove_drafts
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
@@ -43,7 +43,7 @@ from torchtitan_lite.config import (
     Config,
     format_help,
     load_config,
-    outside_modules,
+    outside_names,
     own_names,
     shared_settings,
 )
@@ -64,7 +64,9 @@ from torchtitan_lite.training.trainer import Trainer
 
 
 def run(config: Config) -> int:
-    """Train with `config` in this process. Return the exit code."""
+    """Train with `config` in this process, one of those that torchrun has started. Return the exit
+    code, 0 or that of a stop by a signal. Raises RunError."""
+    init_logger()
     folder = RunFolder(Path(config.job.dump_folder), own_names(config).values())
     watchdog = Watchdog(report=folder.fail)
     watchdog.timeout_s = config.comm.init_timeout_seconds
@@ -129,13 +131,13 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
 
 
 def start_facts(config: Config) -> dict[str, str]:
-    """Import the modules outside the package that the config names. Return what must be equal on
+    """Import what the config names outside the package. Return what must be equal on
     all ranks: config, versions, sources, NNODES and NGPU."""
     versions = {name: text for name, text in installed_versions().items() if name != "python"}
-    modules = {name: load_module(key, name) for name, key in outside_modules(config).items()}
+    modules = [load_outside(key, name)[0] for name, key in outside_names(config).items()]
     sources = {
-        f"source of {name} (SHA-256)": hash_file(Path(module.__file__ or os.devnull))
-        for name, module in modules.items()
+        f"source of {module.__name__} (SHA-256)": hash_file(Path(module.__file__ or os.devnull))
+        for module in modules
     }
     return {
         **shared_settings(config),

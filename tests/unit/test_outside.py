@@ -1,5 +1,6 @@
 """Code from outside the package that a config names, and the library's names."""
 
+import math
 import subprocess
 import sys
 from collections import OrderedDict
@@ -14,15 +15,16 @@ from torch import Tensor
 
 import torchtitan_lite
 from torchtitan_lite.base.errors import ConfigError, DataError
-from torchtitan_lite.base.outside import load_module, load_object
+from torchtitan_lite.base.outside import load_object, load_outside
 from torchtitan_lite.config import (
     BatchSizes,
     Config,
+    LRSchedulerConfig,
     MetricsConfig,
     OptimizerConfig,
     TrainingConfig,
     load_config,
-    outside_modules,
+    outside_names,
 )
 from torchtitan_lite.data.dataloader import OutsideBatches
 from torchtitan_lite.float8.convert import is_float8
@@ -30,7 +32,7 @@ from torchtitan_lite.metrics.base_writer import Writer
 from torchtitan_lite.metrics.writers import build_writers
 from torchtitan_lite.models.loss import CrossEntropy, OutsideLoss
 from torchtitan_lite.training.build import build_outside_batches
-from torchtitan_lite.training.optim import build_optimizer
+from torchtitan_lite.training.optim import build_optimizer, set_learning_rate
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +47,7 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("own_code.py").write_text(
         "import torch\n"
         "def make_sgd(groups, config): return torch.optim.SGD(groups, lr=config.lr)\n"
+        "def nothing(*_, **__): pass\n"
         "def with_place(job, tokenizer, *, dp_rank, dp_degree, first_sample): yield first_sample\n"
         "def without(job, tokenizer, *, dp_rank, dp_degree): yield dp_rank, dp_degree\n"
     )
@@ -52,14 +55,14 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("broken.py").write_text("1 / 0")
 
 
-# ----- load_module, load_object -----
+# ----- load_outside, load_object -----
 
 
 def test_load_object_from_the_working_directory_which_hides_no_other_module():
     assert load_object("[optimizer] name", "own_code:make_sgd").__name__ == "make_sgd"
     monkeypatched = sys.modules.pop("random")
     try:
-        assert hasattr(load_module("[experimental] custom_import", "random"), "randrange")
+        assert hasattr(load_outside("[experimental] custom_import", "random")[0], "randrange")
     finally:
         sys.modules["random"] = monkeypatched
 
@@ -86,7 +89,7 @@ def test_a_config_refuses_what_is_neither_a_name_nor_of_a_module(value):
         load_config(["--job.config_file=debug_model", f"--optimizer.name={value}"])
 
 
-def test_outside_modules():
+def test_outside_names():
     config = load_config(
         [
             "--job.config_file=debug_model",
@@ -95,13 +98,13 @@ def test_outside_modules():
             "--experimental.custom_import=e",
         ]
     )
-    assert outside_modules(config) == {
-        "a": "[training] after_step",
-        "b.c": "[training] after_step",
-        "d": "[lr_scheduler] decay_type",
+    assert outside_names(config) == {
+        "a:f": "[training] after_step",
+        "b.c:g": "[training] after_step",
+        "d:h": "[lr_scheduler] decay_type",
         "e": "[experimental] custom_import",
     }
-    assert outside_modules(Config()) == {}
+    assert outside_names(Config()) == {}
 
 
 # ----- Optimizer and loss -----
@@ -112,9 +115,11 @@ def test_build_optimizer_from_outside():
     config = OptimizerConfig(name="own_code:make_sgd", lr=0.5)
     optimizer = build_optimizer([weight], config)
     assert isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["lr"] == 0.5
+    with pytest.raises(ConfigError, match=r'"own_code:nothing" must return a torch.optim.Opt'):
+        build_optimizer([weight], OptimizerConfig(name="own_code:nothing"))
 
 
-def test_outside_loss_is_a_sum_like_the_cross_entropy():
+def test_outside_loss_is_a_sum_like_the_cross_entropy(monkeypatch):
     logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, 2, -100], [0, 4, 3]])
 
     def summed(logits: Tensor, labels: Tensor) -> Tensor:
@@ -122,8 +127,24 @@ def test_outside_loss_is_a_sum_like_the_cross_entropy():
             logits.flatten(0, 1), labels.flatten(), reduction="sum"
         )
 
+    module = SimpleNamespace(summed=summed, mean_of_rows=lambda x, _: x.sum(-1), one=lambda *_: 1.0)
+    monkeypatch.setitem(sys.modules, "own_code", module)
     expected = CrossEntropy(compiled=False)(logits, None, labels, scale=0.5)
-    torch.testing.assert_close(OutsideLoss(summed)(logits, None, labels, scale=0.5), expected)
+    found = OutsideLoss("own_code:summed")(logits, None, labels, scale=0.5)
+    torch.testing.assert_close(found, expected)
+    for name in ("mean_of_rows", "one"):
+        with pytest.raises(ConfigError, match=rf'\[training] loss = "own_code:{name}" must return'):
+            OutsideLoss(f"own_code:{name}")(logits, None, labels)
+
+
+@pytest.mark.parametrize("share", [math.nan, math.inf])
+def test_set_learning_rate_refuses_what_is_no_number(share, monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_code", SimpleNamespace(decay=lambda progress: share))
+    scheduler = LRSchedulerConfig(decay_type="own_code:decay", warmup_steps=1)
+    config, optimizer = Config(lr_scheduler=scheduler), torch.optim.SGD([torch.ones(1)], lr=0.1)
+    set_learning_rate(optimizer, config, step=1, last_step=9)
+    with pytest.raises(ConfigError, match=r'decay_type = "own_code:decay" .* step 2 '):
+        set_learning_rate(optimizer, config, step=2, last_step=9)
 
 
 # ----- OutsideBatches -----
@@ -186,12 +207,14 @@ def test_build_outside_batches_needs_a_place_to_resume_at():
 
     def first(dataset: str, *, saves: bool) -> object:
         job = job_of(dataset, saves=saves)
-        return next(build_outside_batches(job, tokenizer, **place).batches)
+        return next(iter(build_outside_batches(job, tokenizer, **place).batches))
 
     assert first("own_code:with_place", saves=True) == 8
     assert first("own_code:without", saves=False) == (1, 2)
     with pytest.raises(ConfigError, match=r'dataset = "own_code:without" takes no first_sample'):
         first("own_code:without", saves=True)
+    with pytest.raises(ConfigError, match=r'dataset = "own_code:nothing" must return an iterator'):
+        first("own_code:nothing", saves=False)
 
 
 # ----- Writers -----
@@ -208,6 +231,9 @@ def test_build_writers_adds_those_from_outside(monkeypatch):
     run: Any = SimpleNamespace(rank=1, folder=Path())
     (writer,) = build_writers(metrics, run)
     assert isinstance(writer, Own) and writer.run is run
+    monkeypatch.setitem(sys.modules, "own_code", SimpleNamespace(Own=str))
+    with pytest.raises(ConfigError, match=r'writers = "own_code:Own" must be a subclass of Writer'):
+        build_writers(metrics, run)
 
 
 # ----- convert_to_float8, count_flops, generate: for any program -----
@@ -247,6 +273,8 @@ def test_convert_to_float8_refuses_sizes():
     model = torch.nn.Sequential(torch.nn.Linear(32, 20))
     with pytest.raises(ConfigError, match="out_features 20.*16"):
         torchtitan_lite.convert_to_float8(model)
+    with pytest.raises(ConfigError, match='"row" is none of tensorwise, '):
+        torchtitan_lite.convert_to_float8(other_model(), "row")
     with pytest.raises(ConfigError, match="= 7 tokens"):
         torchtitan_lite.convert_to_float8(other_model(), tokens=7)
 

@@ -9,26 +9,32 @@ from typing import Any
 from .errors import ConfigError
 
 
-def load_module(key: str, name: str) -> ModuleType:
-    """Import a module for `key`, such as "[training] loss". Python searches the working directory
-    last. Raises ConfigError."""
+def load_outside(key: str, reference: str) -> tuple[ModuleType, Any]:
+    """Return the module, and the object, that `reference`, such as "my_project.losses:z_loss",
+    names for `key`, such as "[training] loss"; None as the object if it names a module only.
+    Python searches the working directory last. Raises ConfigError."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # last: a random.py there must not hide the standard library's
+    name, colon, attribute = reference.partition(":")
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(name)
     except Exception as error:
         raise ConfigError(
             f'{key} names module "{name}", which cannot be imported ({type(error).__name__}: '
             f"{error}); start in its folder, or add that to PYTHONPATH"
         ) from error
+    if colon and not hasattr(module, attribute):
+        raise ConfigError(f'{key} = "{reference}": {name} has no {attribute}; define it there')
+    return module, getattr(module, attribute) if colon else None
 
 
 def load_object(key: str, reference: str) -> Any:
-    """Return the object that `reference`, such as "my_project.losses:z_loss", names for `key`.
-    Raises ConfigError."""
-    name, _, attribute = reference.partition(":")
-    module = load_module(key, name)
-    if not hasattr(module, attribute):
-        raise ConfigError(f'{key} = "{reference}": {name} has no {attribute}; define it there')
-    return getattr(module, attribute)
+    """Return the object that `reference` names for `key`. Raises ConfigError."""
+    return load_outside(key, reference)[1]
+
+
+def check_outside(key: str, reference: str, fits: bool, rule: str) -> None:
+    """Raise ConfigError with the `rule` of what `reference` must be or return unless it `fits`."""
+    if not fits:
+        raise ConfigError(f'{key} = "{reference}" {rule}; docs/library.md has an example')

@@ -58,16 +58,16 @@ def shared_settings(config: Config) -> dict[str, str]:
     return {name: show(value) for name, value in flat_config(tables).items()}
 
 
-def outside_modules(config: Config) -> dict[str, str]:
-    """Return the key that names each module outside the package, by the module's name."""
+def outside_names(config: Config) -> dict[str, str]:
+    """Return the key that names each object outside the package, by its module:name, and the module
+    of [experimental] custom_import."""
     values = flat_config(config.model_dump())
     found: dict[str, str] = {}
     for name, key in KEYS.items():
         if OUTSIDE in key.choices:
             value = values[show_key(name)]
-            for each in [value] if isinstance(value, str) else value:
-                module, colon, _ = each.partition(":")
-                found |= {module: show_key(name)} if colon else {}
+            named = [value] if isinstance(value, str) else value
+            found |= {each: show_key(name) for each in named if ":" in each}
     if module := config.experimental.custom_import:
         found[module] = "[experimental] custom_import"
     return found

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import tomli_w
 from pydantic import Field, Strict
 
-from torchtitan_lite.base.outside import load_object
+from torchtitan_lite.base.outside import check_outside, load_object
 from torchtitan_lite.catalog.lr_schedule import DECAYS
 from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Recipe
 from torchtitan_lite.catalog.schedules import DEFAULT_SCHEDULE
@@ -308,7 +308,9 @@ class Float8Config(Section):
         """The recipe that `recipe_name` names: a row of RECIPES, or one from outside."""
         if self.recipe_name in RECIPES:
             return RECIPES[self.recipe_name]
-        recipe: Recipe = load_object("[float8] recipe_name", self.recipe_name)
+        recipe = load_object("[float8] recipe_name", self.recipe_name)
+        rule = "must be a Recipe"
+        check_outside("[float8] recipe_name", self.recipe_name, isinstance(recipe, Recipe), rule)
         return recipe
 
 

@@ -178,20 +178,23 @@ class OutsideBatches(Batches):
 
     name: str
     """module:name, as in the config."""
-    batches: Iterator[Batch]
+    batches: Iterable[Batch]
     seq_len: int
     vocab_size: int
 
     def __iter__(self) -> Iterator[Batch]:
         shape = (self.sizes.local_batch_size, self.seq_len)
         rule = f"int64 {list(shape)}, ids below {self.vocab_size}, labels also {IGNORED_LABEL}"
-        for tokens, labels in self.batches:
-            for found, least in ((tokens, 0), (labels, IGNORED_LABEL)):
+        for batch in self.batches:
+            if not isinstance(batch, tuple) or len(batch) != 2:
+                kind = type(batch).__name__
+                raise DataError(f'[training] dataset = "{self.name}": {kind}; yield a pair, {rule}')
+            for found, least in zip(batch, (0, IGNORED_LABEL), strict=True):
                 fits = found.shape == shape and found.dtype == torch.int64
                 if not fits or found.min() < least or found.max() >= self.vocab_size:
                     what = f"{found.dtype} {list(found.shape)}, {found.min()} to {found.max()}"
                     raise DataError(f'[training] dataset = "{self.name}": {what}; yield {rule}')
-            yield tokens, labels
+            yield batch
         raise DataError(f'[training] dataset = "{self.name}" ended; it must yield without end')
 
     def identity(self) -> dict[str, int | str]:

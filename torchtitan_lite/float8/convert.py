@@ -9,9 +9,9 @@ from torch import nn
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.base.outside import load_object
+from torchtitan_lite.base.outside import check_outside, load_object
 from torchtitan_lite.base.torchao_types import is_float8_linear
-from torchtitan_lite.catalog.recipes import Matmul
+from torchtitan_lite.catalog.recipes import RECIPES, Matmul
 from torchtitan_lite.config import Float8Config, matches
 
 from .scaled_linear import ScaledLinear
@@ -108,6 +108,12 @@ def convert_to_float8(
     Linears stay that are called `output`, and those whose name has a part in `keep`. `tokens` is
     the number that the model sees at a time. On a CPU float8 is emulated. Raises ConfigError for
     sizes that are no multiple of the recipe's, and on a GPU without its matmuls."""
+    check_outside(
+        "recipe_name",
+        recipe_name,
+        recipe_name in RECIPES or ":" in recipe_name,
+        f"is none of {', '.join(RECIPES)}",
+    )
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     patterns = tuple(each for each in keep if any(matches(each, name) for name in names))
     float8 = Float8Config(enable_float8_linear=True, recipe_name=recipe_name, filter_fqns=patterns)

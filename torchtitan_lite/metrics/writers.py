@@ -12,7 +12,7 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import strict_json
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.base.outside import load_object
+from torchtitan_lite.base.outside import check_outside, load_object
 from torchtitan_lite.catalog.run_files import RECORDS, RecordKind
 from torchtitan_lite.config import MetricsConfig
 
@@ -45,7 +45,11 @@ def build_writers(metrics: MetricsConfig, run: WrittenRun) -> list[Writer]:
             writers.append(WandbWriter(run, own=own))
     except OSError as error:
         warn_left_out(WandbWriter.spare, error)
-    writers += [load_object("[metrics] writers", each)(run) for each in metrics.writers]
+    for name in metrics.writers:
+        writer = load_object("[metrics] writers", name)(run)
+        fits = isinstance(writer, Writer)
+        check_outside("[metrics] writers", name, fits, "must be a subclass of Writer")
+        writers.append(writer)
     return writers
 
 

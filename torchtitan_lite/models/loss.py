@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Partial
 
+from torchtitan_lite.base.outside import check_outside, load_object
+
 from .init import local_offset
 
 IGNORED = -100  # label of a token that does not count
@@ -144,14 +146,22 @@ class OutsideLoss:
     """A loss from outside the package in place of the cross-entropy: `loss` returns the sum [] over
     tokens for whole logits [B, S, V] and labels [B, S], in which IGNORED does not count."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._loss = loss
+    def __init__(self, name: str) -> None:
+        """`name` is module:name. Raises ConfigError."""
+        self._name, self._loss = name, load_object("[training] loss", name)
 
     def __call__(
         self, logits: Tensor, weight: None, labels: Tensor, *, scale: float = 1.0
     ) -> Tensor:
-        """Return the loss scaled, [] float32."""
-        return scale * self._loss(logits, labels).float()
+        """Return the loss scaled, [] float32. Raises ConfigError if it is none."""
+        loss = self._loss(logits, labels)
+        fits = (
+            isinstance(loss, Tensor)
+            and loss.ndim == 0
+            and loss.requires_grad == logits.requires_grad
+        )
+        check_outside("[training] loss", self._name, fits, "must return a differentiable sum, []")
+        return scale * loss.float()
 
 
 class _Loss(torch.autograd.Function):

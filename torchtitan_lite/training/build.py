@@ -1,6 +1,7 @@
 """Build each part of a run from its job: batches, model and checkpointer, metrics."""
 
 import inspect
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,7 @@ from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import CheckpointError, ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.base.outside import load_object
+from torchtitan_lite.base.outside import check_outside, load_object
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress, check_model
 from torchtitan_lite.checkpoint.resume import Resume
@@ -136,9 +137,11 @@ def build_outside_batches(job: Job, tokenizer: Tokenizer, **place: Any) -> Outsi
                 "false"
             )
         del arguments["first_sample"]
+    made = make(job, tokenizer, **arguments)
+    check_outside("[training] dataset", name, isinstance(made, Iterable), "must return an iterator")
     return OutsideBatches(
         name=name,
-        batches=iter(make(job, tokenizer, **arguments)),
+        batches=made,
         seq_len=job.config.training.seq_len,
         vocab_size=job.model_args.vocab_size,
         **place,

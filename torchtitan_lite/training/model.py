@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
 
 from torchtitan_lite.base.logger import logger
-from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.catalog.devices import Precision
 from torchtitan_lite.catalog.flavors import OUTPUT, ModelArgs
 from torchtitan_lite.config import AUTO, CROSS_ENTROPY
@@ -253,7 +252,7 @@ def build_microbatches(
     if config.training.loss == CROSS_ENTROPY:
         loss = CrossEntropy(compiled=compile.covers("loss"), backend=compile.backend)
     else:
-        loss = OutsideLoss(load_object("[training] loss", config.training.loss))
+        loss = OutsideLoss(config.training.loss)
         gathers_logits = True
     losses = [ModelLoss(stage, loss, gathers_logits=gathers_logits) for stage in built.stages]
     if degrees.pp == 1:

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import Parameter
 
 from torchtitan_lite import patches
-from torchtitan_lite.base.outside import load_object
+from torchtitan_lite.base.outside import check_outside, load_object
+from torchtitan_lite.catalog.lr_schedule import lr_factor
 from torchtitan_lite.checkpoint.manifest import TrainingProgress
-from torchtitan_lite.config import OptimizerConfig, TrainingConfig, matches_parameter
+from torchtitan_lite.config import Config, OptimizerConfig, TrainingConfig, matches_parameter
 from torchtitan_lite.models.init import local_part
 
 
@@ -55,7 +56,9 @@ def build_optimizer(
     parameters. `mesh`: that of all ranks; None: weights are whole. `backend`: torch.compile's."""
     if ":" in optimizer.name:
         built = load_object("[optimizer] name", optimizer.name)(groups, optimizer)
-        assert isinstance(built, torch.optim.Optimizer), f"{optimizer.name} returns an optimizer"
+        fits = isinstance(built, torch.optim.Optimizer)
+        rule = "must return a torch.optim.Optimizer"
+        check_outside("[optimizer] name", optimizer.name, fits, rule)
         return built
     settings: dict[str, Any] = optimizer.model_dump(include={"lr", "eps", "weight_decay"})
     settings["betas"] = optimizer.beta1, optimizer.beta2
@@ -73,6 +76,21 @@ def build_optimizer(
         return Muon(groups, mesh=mesh, momentum=optimizer.momentum, **settings)
     kind = {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[optimizer.name]
     return kind(groups, **settings)
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, config: Config, *, step: int, last_step: int
+) -> float:
+    """Set the learning rate of `step` (1-based) in all groups, and return it without their factors.
+    Raises ConfigError for a decay from outside that is no finite number."""
+    scheduler = config.lr_scheduler
+    keys = scheduler.model_dump(exclude={"decay_type"}) | {"decay": scheduler.decay}
+    lr = config.optimizer.lr * lr_factor(step, training_steps=last_step, **keys)
+    rule = f"must return a number from 1 to 0: at step {step} the learning rate would be {lr}"
+    check_outside("[lr_scheduler] decay_type", scheduler.decay_type, math.isfinite(lr), rule)
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)  # outside groups may have none
+    return lr
 
 
 # ----- Clipping -----

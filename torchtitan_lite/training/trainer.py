@@ -15,7 +15,6 @@ from torchtitan_lite.base.collectives import agree, on_rank0
 from torchtitan_lite.base.errors import RunError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.outside import load_object
-from torchtitan_lite.catalog.lr_schedule import lr_factor
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config.job import Job
@@ -34,7 +33,7 @@ from torchtitan_lite.run.watchdog import Watchdog
 
 from .build import build_batches, build_loaded_model, build_metrics, check_resume
 from .model import build_microbatches
-from .optim import UpdateGuard, clip_gradients, step_unless
+from .optim import UpdateGuard, clip_gradients, set_learning_rate, step_unless
 
 STATUS_SECONDS = 5.0  # minimum time between updates of status.json, because each waits for the disk
 
@@ -222,11 +221,7 @@ class Trainer:
     def train_step(self, step: int) -> StepValues:
         """Train on the global batch of `step`: forward and backward, clip, guard, update."""
         training, batch_sizes, degrees = self.config.training, self.job.batch, self.job.degrees
-        scheduler = self.config.lr_scheduler
-        keys = scheduler.model_dump(exclude={"decay_type"}) | {"decay": scheduler.decay}
-        lr = self.config.optimizer.lr * lr_factor(step, training_steps=self.last_step, **keys)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_factor", 1.0)  # outside groups may have none
+        lr = set_learning_rate(self.optimizer, self.config, step=step, last_step=self.last_step)
 
         # Forward and backward. Each rank sums its share of the mean loss over its microbatches;
         # FSDP averages the gradients over ranks, after each of them or after the last one.
