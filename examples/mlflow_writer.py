@@ -13,12 +13,13 @@ from torchtitan_lite import Writer, WrittenRun
 
 
 class MLflowWriter(Writer):
-    """An MLflow run, on the server that MLFLOW_TRACKING_URI names. A resumed run continues it."""
+    """An MLflow run, on the server that MLFLOW_TRACKING_URI names, such as http://localhost:5000. A
+    resumed run continues it."""
 
     spare = "MLflow"  # a run goes on without it, with a warning, once it fails
 
     def __init__(self, run: WrittenRun) -> None:
-        """`run` has the folder, the config and the last step of the run that it resumes."""
+        """`run` has the folder and the config, `config_toml`. An error here ends the run."""
         id_file = run.folder / "mlflow_run_id"
         known = id_file.read_text() if id_file.exists() else None
         self._run_id = mlflow.start_run(run_id=known, run_name=run.folder.name).info.run_id

@@ -59,7 +59,8 @@ def read_files(path: Path, *, above: tuple[Path, ...] = ()) -> list[Layer]:
     what = f"base = {show(base)} (from {path}): "
     if not isinstance(base, str) or "\0" in base:
         raise ConfigError(f"{what}must be the path of a TOML file")
-    return [*read_files(path.parent / expand_user(base, what=what), above=(*above, path)), layer]
+    file = find_config(base, what=what, folder=path.parent)
+    return [*read_files(file, above=(*above, path)), layer]
 
 
 def shipped_configs() -> list[str]:
@@ -67,9 +68,10 @@ def shipped_configs() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
-def find_config(name: str) -> Path:
-    """Return the path of a config: a file, or else the shipped config of that name."""
-    path = Path(expand_user(name, what=f"--{CONFIG_FILE} {name}: "))
+def find_config(name: str, *, what: str = "", folder: Path = Path()) -> Path:  # noqa: B008
+    """Return the path of a config: a file, by default in `folder`, or else the shipped config of
+    that name. Raises ConfigError, which begins with `what`."""
+    path = folder / expand_user(name, what=what or f"--{CONFIG_FILE} {name}: ")
     shipped = SHIPPED / f"{name.removesuffix('.toml')}.toml"
     is_name = "/" not in name and not path.is_file()
     return shipped if is_name and shipped.exists() else path
