@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import torchrun
+from common import device_name, torchrun
 from gpu_day_tables import format_results
 from kernel_rates import derive_rates
 
@@ -40,7 +40,6 @@ from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 from torchtitan_lite.planner.measured import DATA_SHEET, VERSION
 from torchtitan_lite.tools.bench import ROWS, format_rows, row_words
-from torchtitan_lite.tools.doctor import device_name
 
 ROOT = Path(__file__).parents[2]
 KERNEL_TIMES = (str(Path(__file__).with_name("kernel_times.py")),)  # what Python runs

@@ -16,7 +16,7 @@ from .parser import Parser
 PROGRAM = "torchtitan-lite"
 COMMANDS = (
     *("train", "check", "plan", "bench", "data", "tokenizer", "checkpoint", "convert", "compare"),
-    *("generate", "evaluate", "status", "doctor", "list", "schema"),
+    *("generate", "evaluate", "status", "list", "schema"),
 )
 
 
