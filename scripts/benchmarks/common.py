@@ -21,9 +21,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from torchtitan_lite.base.errors import ConfigError, RunError
 from torchtitan_lite.config import Config
-from torchtitan_lite.tools.doctor import device_name
 
 STEP_LINE = re.compile(r"\bstep:?\s+(\d+)(?:/\d+)?\s+loss:?\s+([\d.]+)")
 """A step's line in the log of torchtitan_lite, torchtitan and the bare loop: step and loss."""
@@ -273,5 +274,14 @@ def tokens_a_step(config: Config, *, processes: int) -> int:
 
 def describe_machine() -> str:
     """Line that belongs to every figure: device and versions."""
-    torch, torchao = version("torch"), version("torchao")
-    return f"{device_name()}; Python {platform.python_version()}, torch {torch}, torchao {torchao}"
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "torchao"))
+    return f"{device_name()}; Python {platform.python_version()}, {versions}"
+
+
+def device_name() -> str:
+    """Return the name of the GPU at hand, or of the CPU with its number of cores."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"CPU: {next(models, platform.machine())}, {len(os.sched_getaffinity(0))} cores"

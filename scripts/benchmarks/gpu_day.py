@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import torchrun
+from common import device_name, torchrun
 from gpu_day_tables import format_results
 from kernel_rates import derive_rates
 
@@ -39,8 +39,8 @@ from torchtitan_lite.base.jsonfile import read_json_object
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 from torchtitan_lite.planner.measured import DATA_SHEET, VERSION
-from torchtitan_lite.tools.bench import ROWS, format_rows, row_words
-from torchtitan_lite.tools.doctor import device_name
+from torchtitan_lite.tools.bench import ROWS, row_words
+from torchtitan_lite.tools.comparison import format_runs, read_runs
 
 ROOT = Path(__file__).parents[2]
 KERNEL_TIMES = (str(Path(__file__).with_name("kernel_times.py")),)  # what Python runs
@@ -100,7 +100,8 @@ def run_rows(folder: Path, seconds: float) -> list[str]:
 def read_rows(folder: Path) -> Results:
     """The table of the rows that logged a step."""
     runs = [folder / "bench" / name for name in BENCH_ROWS]
-    return {"table": format_rows([run for run in runs if (run / "metrics.jsonl").exists()])}
+    logged = [run for run in runs if (run / "metrics.jsonl").exists()]
+    return {"table": format_runs(read_runs(logged), last=1)}
 
 
 def run_profile(folder: Path, seconds: float) -> list[str]:

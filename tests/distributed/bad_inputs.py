@@ -34,7 +34,6 @@ BEFORE_START = [
     "--optimizer.no_decay norms",
     "--float8.recipe_name rowise",
     "--model.flavor 7B",
-    "COMM_MODE=fake_backend",
     f"{FLOAT8} --float8.filter_fqns lm_head",
     "--model.converters lora",
     "--model.norm_type layernorm",

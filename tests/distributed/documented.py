@@ -71,7 +71,7 @@ def make_copy(folder: Path) -> dict[str, str]:
 
 def write_inputs(folder: Path) -> None:
     """Write the files that the pages take for the user's own: texts, a checkpoint of torchtitan,
-    and the configs that they show, with the shipped tokenizer instead of Llama's."""
+    and the configs and programs that they show, with the shipped tokenizer instead of Llama's."""
     args = replace(FLAVORS["debugmodel_gqa"], vocab_size=2256, n_layers=FEW_LAYERS)
     weights = dict(Transformer(args).named_parameters())
     init = {name: torch.full_like(each, 0.01) for name, each in weights.items()}
@@ -82,6 +82,6 @@ def write_inputs(folder: Path) -> None:
         shutil.copy(library / f"{name}.py", folder / "my_texts" / f"{name}.txt")
     (folder / "big.txt").write_text("One.\n<|endoftext|>\nTwo.\n<|endoftext|>\n")
     for page in PAGES:
-        shown = r"^```toml\n# (my_\w+\.toml)\n(.*?)^```$"
+        shown = r"^```(?:toml|python)\n# (my_\w+\.(?:toml|py))\n(.*?)^```$"
         for name, text in re.findall(shown, (folder / page).read_text(), re.M | re.S):
             (folder / name).write_text(text.replace('"Llama-3.1-8B/"', '""'))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import bare_loop
+import common
 import pytest
 import torch
 import waits
@@ -60,6 +61,16 @@ def test_watch_and_figures() -> None:
     assert Figures.of(watched(THEIRS, 0.5), tokens=100) == Figures(200.0, 4.0, 256.0)
     with pytest.raises(RunError, match="the log has steps"):
         Figures.of(Watched(run.lines[1:], 1.0), tokens=1)
+
+
+def test_device_name_of_a_cpu_is_its_model_else_the_architecture(monkeypatch) -> None:
+    lines = "processor\t: 0\nmodel name\t: Fast CPU\nprocessor\t: 1\nmodel name\t: Fast CPU\n"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(Path, "read_text", lambda path: lines)
+    assert common.device_name() == "CPU: Fast CPU, 2 cores"
+    monkeypatch.setattr(Path, "read_text", lambda path: "processor\t: 0\n")
+    monkeypatch.setattr(common.platform, "machine", lambda: "aarch64")
+    assert common.device_name() == "CPU: aarch64, 2 cores"
 
 
 # ----- waits.py -----

@@ -270,11 +270,6 @@ def test_only_some_of_the_variables_of_nodes_are_named_with_the_others(env, show
         asked(NNODES="1", NODE_RANK="1")
 
 
-def test_a_dry_run_of_torchtitan_is_refused():
-    with pytest.raises(ConfigError, match="^COMM_MODE=fake_backend is torchtitan's dry run"):
-        asked(COMM_MODE="fake_backend")
-
-
 @pytest.mark.parametrize(
     ("env", "ngpu", "policy"),
     [

@@ -52,6 +52,21 @@ def test_shipped_model():
     assert len(SHIPPED.encode("    return self.value\n")) <= 6
 
 
+def test_the_documented_training_loses_nothing(tmp_path, monkeypatch):
+    page = (ROOT / "docs/small_llama.md").read_text()
+    (program,) = re.findall(r"^```python\n(# my_tokenizer\.py\n.*?)^```$", page, re.M | re.S)
+    (tmp_path / "my_texts").mkdir()
+    text = "def f(x):\n\treturn x + 1\nclass A:\n    value = 1234\n" * 3
+    (tmp_path / "my_texts/a.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    exec(program.replace("32000", "300"))
+    tokenizer = build_tokenizer("small.model")
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (300, 1, 2)
+    for text in (" new\twords 78\n  ", 'é 日本 😀"   \r\n\n  '):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("12341234")) == 8, "numbers are split into digits"
+
+
 @settings(max_examples=200)
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
 @example('def f():\r\n\t\t\tif x:\n    y = "é 日本 😀"   \n\n\n  ')

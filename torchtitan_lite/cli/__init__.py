@@ -15,8 +15,8 @@ from .parser import Parser
 
 PROGRAM = "torchtitan-lite"
 COMMANDS = (
-    *("train", "check", "plan", "bench", "data", "tokenizer", "checkpoint", "convert", "compare"),
-    *("generate", "evaluate", "status", "doctor", "list", "schema"),
+    *("train", "check", "plan", "bench", "data", "checkpoint", "convert", "compare"),
+    *("generate", "evaluate", "status", "list", "schema"),
 )
 
 

@@ -55,16 +55,6 @@ class Source:
     def __post_init__(self) -> None:
         self.fingerprint = self.fingerprint_now()
 
-    def documents(self) -> Iterator[str]:
-        """Yield the text of every row. Raises DataError for a bad row, and if there are none."""
-        row = None
-        for row in (row for chunk in self.chunks() for row in chunk()):
-            if row.problem:
-                raise DataError(f"{row.place}: {row.problem}; fix it")
-            yield row.text
-        if row is None:
-            raise DataError(f"{self.name}: holds no text")
-
 
 def open_source(name: str, **options: Any) -> Source:
     """Open a dataset of DATASETS by its name, otherwise the text at a path. `options` are further

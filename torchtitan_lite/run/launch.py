@@ -61,11 +61,6 @@ class Launch:
     ConfigError."""
 
     def __init__(self, env: Mapping[str, str], overrides: Sequence[str]) -> None:
-        if mode := env.get("COMM_MODE"):
-            raise ConfigError(
-                f"COMM_MODE={mode} is torchtitan's dry run, and not offered; unset it, and use the "
-                "commands check and plan."
-            )
         self.gpus = gpus = count_cuda_devices(env)
         self.words = ["--job.config_file", env.get("CONFIG_FILE") or "debug_model", *overrides]
         self.ngpu = read_count(env, "NGPU", gpus or 2, minimum=1)

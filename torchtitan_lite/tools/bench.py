@@ -15,9 +15,6 @@ from torchtitan_lite.base.errors import StorageError
 from torchtitan_lite.base.files import storage_fix
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.catalog.recipes import RECIPES
-from torchtitan_lite.run.run_folder import read_status
-
-from .comparison import format_runs, read_runs
 
 TRAIN = ("-m", "torchtitan_lite.train")
 """What Python runs for a row."""
@@ -57,8 +54,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tensorwise_full_ac": (*EAGER["tensorwise"], "--activation_checkpoint.mode=full"),
 }
 """Overrides of each row, after EAGER_BF16."""
-COLUMNS = ("run", "steps", "final loss", "to first", "tps", "times first", "mfu", "memory")
-"""Those of a comparison. A wrong loss means that something else was measured."""
 
 
 def row_words(name: str, overrides: Sequence[str], *, on: str) -> list[str]:
@@ -69,58 +64,40 @@ def row_words(name: str, overrides: Sequence[str], *, on: str) -> list[str]:
     return [*config, *SHORT, *overrides, *EAGER_BF16, *ROWS[name]]
 
 
-def run_row(words: Sequence[str], folder: Path) -> str:
-    """Train in a process of its own, in `folder`. Return why it failed, or an empty string."""
+def run_row(words: Sequence[str], folder: Path) -> int:
+    """Train in a process of its own, in `folder`, with its log beside it. Return its exit code."""
     # It trains alone, in an environment as torchrun would set it.
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    log = folder.with_name(f"{folder.name}.log")
-    with log.open("w") as stream:
+    with folder.with_name(f"{folder.name}.log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, *TRAIN, *words, f"--job.dump_folder={folder}"],
             env=os.environ | alone,
-            stdout=stream,
+            stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches the benchmark alone
         )
         try:
-            code = process.wait()
+            return process.wait()
         finally:  # also ends what the run has started, such as the compiler's workers
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    if code == 0:
-        return ""
-
-    # The run folder has the cause, unless the process was killed or ended before it had a folder.
-    status = read_status(folder)
-    cause = (status and status.cause) or f"exit code {code}"
-    return f"{cause.splitlines()[0]}; its log is {log}"
 
 
-def run_rows(
-    names: Sequence[str], overrides: Sequence[str], *, on: str, out: Path
-) -> tuple[list[Path], bool]:
-    """Run rows in folders of their names in `out`. Return the folders of those that are done, and
-    whether SIGTERM or SIGINT, which end the running row, have stopped the benchmark."""
+def run_rows(names: Sequence[str], overrides: Sequence[str], *, on: str, out: Path) -> list[Path]:
+    """Run rows in folders of their names in `out`. Return the folders of those that are done.
+    SIGTERM and SIGINT end the running row and the benchmark. Raises StorageError."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: KeyboardInterrupt
     done: list[Path] = []
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name in names:
-            failure = run_row(row_words(name, overrides, on=on), out / name)
-            if failure:
-                logger.warning(f"{name} failed: {failure}")
+            folder = out / name
+            if code := run_row(row_words(name, overrides, on=on), folder):
+                logger.warning(f"{name} failed with exit code {code}; its log is {folder}.log")
             else:
                 logger.info(f"{name} is done")
-                done.append(out / name)
-    except KeyboardInterrupt:
-        logger.warning(f"stopped by a signal after {len(done)} of {len(names)} rows")
-        return done, True
+                done.append(folder)
     except OSError as error:
         raise StorageError(f"--out {out}: {error}; {storage_fix(error)}.") from error
-    return done, False
-
-
-def format_rows(folders: Sequence[Path]) -> str:
-    """Format the table of rows that are done; ratios are to the first one."""
-    return format_runs(read_runs(folders), last=1, columns=COLUMNS)
+    return done
