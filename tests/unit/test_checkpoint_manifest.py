@@ -33,11 +33,11 @@ from torchtitan_lite.checkpoint.manifest import (
 )
 from torchtitan_lite.cli.checkpoint import format_checkpoints
 
-SHARD, EMPTY_SHARD = "__0_0.distcp", "__1_0.distcp"
-FILES = {".metadata": b"table", SHARD: b"a" * 9000, EMPTY_SHARD: b""}
+SHARD, EMPTY_SHARD, RANDOM = "__0_0.distcp", "__1_0.distcp", "rank-00000.json"
+FILES = {".metadata": b"table", SHARD: b"a" * 9000, EMPTY_SHARD: b"", RANDOM: b"{}"}
 DATA = {"seed": 0, "store 1": "abc", "store 1 held out": 7}
 SAMPLE = CheckpointManifest(
-    progress=TrainingProgress(10, 80, 5120, DATA, 2, 1, 3.25),
+    progress=TrainingProgress(10, 80, 5120, DATA, 2, 1, 3.25, last_step=40),
     world_size=2,
     mesh={"dp_shard": 2, "tp": 1},
     versions={"torch": "2.13.0"},
@@ -84,7 +84,7 @@ def test_held_out_windows_are_by_store():
 def test_a_manifest_is_read_as_written(folder):
     assert read_manifest(folder) == SAMPLE
     fields = json.loads((folder / MANIFEST).read_text())
-    assert (fields["format"], fields["progress"]["step"]) == (2, 10)
+    assert (fields["format"], fields["progress"]["step"]) == (1, 10)
     assert {path.name for path in folder.iterdir()} == {*FILES, MANIFEST}
 
 
@@ -102,7 +102,7 @@ def progress(**changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"format": 1}, r"its format is 1, this version reads 2"),
+        ({"format": 2}, r"its format is 2, this version reads 1"),
         ({"surplus": 1}, r"surplus: Unexpected"),
         ({"world_size": 0}, r"world_size: .*greater than or equal to 1"),
         ({"mesh": {"dp_shard": 0}}, r"mesh\.dp_shard: .*greater than or equal to 1"),
@@ -112,6 +112,7 @@ def progress(**changes):
         ),
         ({"files": {SHARD: {"size": -1, "sha256": ""}}}, r"files\..*size: .*greater"),
         ({"progress": {"step": 1}}, r"progress\.samples: Field required"),
+        (progress(schedule_start=7), r"progress\.schedule_start: Input should be 0"),
         (progress(skipped_steps=10**30), r"progress\.skipped_steps: .*less"),
         (progress(data={"store 1 held out": -1}), r"progress\.data\.store 1 held out.*: .*greater"),
         ({"config": "not [ toml"}, r"config: .*not valid TOML: Expected '='"),
@@ -140,8 +141,8 @@ def test_files_of_other_names_are_refused(tmp_path, name):
     [
         (b"{", "not JSON: Expecting property name"),
         (b"[]", "not a JSON object"),
-        (b"{}", "its format is None, this version reads 2"),
-        (b'{"format": 2}', "its contents have changed"),
+        (b"{}", "its format is None, this version reads 1"),
+        (b'{"format": 1}', "its contents have changed"),
         (None, "No such file or directory"),
     ],
 )
@@ -153,7 +154,7 @@ def test_what_is_no_manifest_is_refused(tmp_path, text, reason):
     assert isinstance(caught.value, CheckpointError) and "\n" not in str(caught.value)
 
 
-@given(fields=edits(json.loads(json.dumps({"format": 2, **asdict(SAMPLE)}))))
+@given(fields=edits(json.loads(json.dumps({"format": 1, **asdict(SAMPLE)}))))
 @settings(max_examples=150)
 def test_any_value_in_a_manifest_is_read_or_refused(tmp_path_factory, fields):
     folder = tmp_path_factory.mktemp("hostile")
@@ -178,7 +179,9 @@ def test_damage_that_changes_sizes(folder):
         assert broken_files(folder, SAMPLE.files, **options) == expected
 
 
-@pytest.mark.parametrize(("name", "seen_by_hashes_only"), [(SHARD, True), (".metadata", False)])
+@pytest.mark.parametrize(
+    ("name", "seen_by_hashes_only"), [(SHARD, True), (".metadata", False), (RANDOM, False)]
+)
 def test_damage_that_changes_hashes(folder, name, seen_by_hashes_only):
     """Of small files it is seen in any case."""
     flip_bit(folder / name, -1)
@@ -216,7 +219,7 @@ def test_ranks_share_the_hashing(folder, monkeypatch):
         assert broken_files(folder, SAMPLE.files, hashes=True, share=(rank, 3)) == []
         shares.append([*read])
         read.clear()
-    assert shares == [[SHARD], [".metadata"], [EMPTY_SHARD]]  # by size
+    assert shares == [[SHARD, EMPTY_SHARD], [".metadata"], [RANDOM]]  # by size
 
 
 # ----- installed_versions, imports of manifest and folders -----

@@ -136,7 +136,7 @@ def test_a_draft_is_new_and_empty(folder):
     deep = folder / "deeper" / "still"
     draft = folders.start_draft(deep, 50)
     assert draft == deep / ".tmp-step-00000050"
-    for name in (".metadata", SHARD, ".metadata.tmp", ".manifest.json.a.1"):
+    for name in (".metadata", SHARD, "rank-00012.json", ".metadata.tmp", ".manifest.json.a.1"):
         (draft / name).touch()
     (draft / MANIFEST).touch()
     folders.draft_folder(deep, 60).mkdir()  # of another killed save
@@ -144,7 +144,7 @@ def test_a_draft_is_new_and_empty(folder):
     assert names(deep) == [".tmp-step-00000050"]
 
 
-@pytest.mark.parametrize("foreign", ["notes.txt", "weights.distcp", "rank-00000.json"])
+@pytest.mark.parametrize("foreign", ["notes.txt", "weights.distcp", "rank-00000.json.bak"])
 def test_foreign_files_in_drafts_are_never_deleted(folder, foreign):
     draft = make_draft(folder, 50)
     (draft / foreign).touch()

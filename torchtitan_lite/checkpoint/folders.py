@@ -25,7 +25,9 @@ from torchtitan_lite.base.logger import logger
 from .manifest import MANIFEST, SAVED_FILES, STEP, BrokenCheckpoint, broken_files, read_manifest
 
 DRAFT_PREFIX, HF_SUFFIX = ".tmp-", "-hf"
-OURS = re.compile(rf"{SAVED_FILES}|{MANIFEST}|\.metadata\.tmp|\.{MANIFEST}\..+")
+OURS = re.compile(
+    rf"{SAVED_FILES}|{MANIFEST}|\.metadata\.tmp|\.(?:{MANIFEST}|rank-\d{{5}}\.json)\..+"
+)
 """Names of the files of a checkpoint, and of the drafts that DCP and replace_file rename."""
 
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter
 
@@ -27,14 +27,15 @@ from torchtitan_lite.base.jsonfile import (
 from torchtitan_lite.base.progress import progress
 from torchtitan_lite.config.keys import changes
 
-FORMAT = 2
+FORMAT = 1
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(\d{8})")
 """Name of a checkpoint's folder."""
 TENSORS_SUFFIX = ".distcp"
 """Suffix of the large files, which contain the tensors."""
-SAVED_FILES = rf"\.metadata|__\d+_\d+\{TENSORS_SUFFIX}"
-"""Names of the other files: DCP's table of tensors, and the tensors."""
+SAVED_FILES = rf"\.metadata|__\d+_\d+\{TENSORS_SUFFIX}|rank-\d{{5}}\.json"
+"""Names of the other files: DCP's table of tensors, the tensors, and of 0.3 and earlier
+the state of random generators, which nothing reads."""
 
 Size = Annotated[Count, Field(ge=1)]
 FileName = Annotated[str, StringConstraints(pattern=f"^(?:{SAVED_FILES})$")]
@@ -68,6 +69,10 @@ class TrainingProgress:
     """Steps skipped since the last update."""
     loss_mean: float | None = None
     """Running mean of the losses in nats; None until there is one."""
+    schedule_start: Literal[0] = 0
+    """Earlier versions could begin the learning rate's schedule at a later step."""
+    last_step: Count | None = None
+    """What earlier versions wrote; nothing reads it."""
 
     def held_out(self, store: int) -> int:
         """Return how many windows of a store, numbered from 1, are held out for validation."""
@@ -148,7 +153,9 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         fields = read_json_object(path)
         if fields.get("format") != FORMAT:
             raise ValueError(f"its format is {fields.get('format')}, this version reads {FORMAT}")
-        manifest = validate_hashed_json(fields, _SCHEMA, drop={"format"})
+        # Earlier versions have written a hash of the config and an id too.
+        old = {"config_sha256", "save_id"}
+        manifest = validate_hashed_json(fields, _SCHEMA, drop={"format", *old})
     except ABSENT as error:
         raise BrokenCheckpoint(f"{MANIFEST}: {error.strerror}") from error
     except OSError as error:
