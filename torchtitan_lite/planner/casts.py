@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE
-
 
 class Casts(NamedTuple):
     """Bytes that casting a linear's operands adds to a block in bf16, per element of the tensor.
@@ -38,10 +36,3 @@ COMPILED = {
 # Eager, each operator of a cast reads and writes the whole tensor, mostly in float32: abs, max, to
 # float32, multiply, clamp, to float8. The casts of MXFP8 are kernels of torchao, compiled or not.
 EAGER = Casts(input=(33, 33), grad_output=66, weight=66, weight_once=66)
-
-
-def casts_of(recipe: str, *, compiled: bool) -> Casts:
-    """Return the casts of a recipe; those of the default recipe if nobody has counted its own."""
-    if not compiled and recipe != "mxfp8":
-        return EAGER
-    return COMPILED.get(recipe, COMPILED[DEFAULT_RECIPE])

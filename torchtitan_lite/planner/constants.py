@@ -40,9 +40,7 @@ class Rates:
 
     # Other kernels, and the host.
     contiguous: float = 0.88  # fraction of the bandwidth; BabelStream on H100: Azure, ND_H100_v5
-    kernel_seconds: float = (
-        4e-6  # beside arithmetic or bytes; small squares: Azure, pytorch/ao#2427
-    )
+    kernel_seconds: float = 4e-6  # beside arithmetic or bytes; Azure, pytorch/ao#2427
     host_seconds_per_block: float = 0.002  # of a microbatch, or the update; guess: tritonbench#1016
     in_training: float = 1.04  # time over that of kernels alone; guess: arXiv 2208.11035
 

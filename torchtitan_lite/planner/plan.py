@@ -12,7 +12,7 @@ import torch
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.catalog.flavors import block_linear_shapes
-from torchtitan_lite.config import AUTO, Config, MetricsConfig, ModelConfig, resolve_model
+from torchtitan_lite.config import Config, MetricsConfig, ModelConfig, resolve_model
 from torchtitan_lite.config.job import Job, TokenizerValues, build_job
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.metrics.flops import MATMULS, FlopsLedger, compute_rates
@@ -25,7 +25,6 @@ from .share import state_widths
 from .workload import Workload, build_workload, predict_gain
 
 RATES = ("tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "hfu")
-MOST_SHARDS = 2**16
 MOST_TB_S = 100  # of a device's memory; more is meant in GB/s
 
 
@@ -71,18 +70,12 @@ def check_planned(config: Config, device: DeviceSpec) -> None:
             f'[training] mixed_precision_param = "{training.mixed_precision_param}" cannot be '
             'planned: only bf16 and fp8 rates are known; plan with "bfloat16".'
         )
-    if float8.enable_float8_linear and device.fp8_tflops is None:
+    known = device.fp8_tflops and recipe.capability_major in (None, device.capability_major)
+    if float8.enable_float8_linear and not known:
         raise ConfigError(
-            f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix "
-            "units with a known peak; plan another --device, give [metrics] peak_tflops_fp8, or "
-            "set it to false."
-        )
-    major = recipe.capability_major
-    if major not in (None, device.capability_major):
-        fitting = ", ".join(each.name for each in DEVICES if each.capability_major == major)
-        raise ConfigError(
-            f'[float8] recipe_name = "{recipe.name}", but there are no kernels of it for the '
-            f"{device.name}, only for {fitting}; plan another --device or recipe."
+            f'[float8] recipe_name = "{recipe.name}", but the {device.name} has no float8 kernels '
+            "of it with a known peak; plan another --device or recipe, give [metrics] "
+            "peak_tflops_fp8, or set enable_float8_linear = false."
         )
 
 
@@ -111,24 +104,8 @@ def make_plan(
     check_planned(config, device)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
-    work = in_float8 = build_workload(job)
+    work = build_workload(job)
     meta = build_meta_model(job, choices=work.choices)
-
-    # With "auto", and without float8, linears and prediction show what "auto" would choose. Keys
-    # that the recipe excludes have no effect while float8 is off, and are dropped.
-    float8, on = config.float8, config.float8.enable_float8_linear
-    if device.fp8_tflops is not None and (AUTO in float8.filter_fqns or not on):
-        gathers = float8.enable_fsdp_float8_all_gather and float8.recipe.gathers_float8
-        turned_on = job.choose(
-            "float8",
-            enable_float8_linear=True,
-            enable_fsdp_float8_all_gather=gathers,
-            filter_fqns=(*float8.filter_fqns, AUTO),
-        )
-        in_float8 = build_workload(turned_on, device=device)
-
-    request = plan_request(work, device)
-    request["float8_recipe"] = float8.recipe_name if on else None  # even if no linear gains
     schedule = plan_schedule(work, work.time(device).step_s, tps=tps)
     schedule |= _plan_rates(schedule["tps"], meta.ledger, device)
     if tps is not None and (mfu := schedule["mfu"]) > 100:
@@ -137,12 +114,12 @@ def make_plan(
             f"{device.name}, at most {int(100 * tps / mfu):,} with this model"
         )
     return {
-        "request": request,
+        "request": plan_request(work, device),
         "device": asdict(device) | {"data_sheet": lookup_device(device.name) is not None},
         "model": _plan_model(job, meta),
         "flops_per_token": _plan_flops(meta.ledger),
-        "linears": _plan_linears(in_float8, device),
-        "prediction": _plan_prediction(in_float8, device, on=on),
+        "linears": _plan_linears(work, device),
+        "prediction": _plan_prediction(work, device),
         "memory": _plan_memory(work, device),
         "schedule": schedule,
     }
@@ -182,7 +159,7 @@ def plan_schedule(work: Workload, step_s: float, *, tps: float | None = None) ->
         # The errors of published runs of its kind.
         errors = SPLIT_RATE_RANGE if degrees.cp * degrees.pp > 1 else RATE_RANGE
         tps_range = [tps * each for each in errors]
-    run_hours, trillion_gpu_hours = training.steps * tokens / tps / 3600, 1e12 / tps / 3600
+    run_hours = training.steps * tokens / tps / 3600
     return {
         "origin": origin,
         "tps": tps,
@@ -190,8 +167,7 @@ def plan_schedule(work: Workload, step_s: float, *, tps: float | None = None) ->
         "step_s": tokens / tps,
         "run_days": run_hours / 24,
         "run_gpu_hours": run_hours * degrees.world_size,
-        "days_per_trillion_tokens": trillion_gpu_hours / degrees.world_size / 24,
-        "gpu_hours_per_trillion_tokens": trillion_gpu_hours,
+        "gpu_hours_per_trillion_tokens": 1e12 / tps / 3600,
     }
 
 
@@ -233,36 +209,20 @@ def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
     ]
 
 
-def _plan_prediction(work: Workload, device: DeviceSpec, *, on: bool) -> dict[str, Any]:
-    """The time of a step in bf16, and in float8 if the device has it."""
+def _plan_prediction(work: Workload, device: DeviceSpec) -> dict[str, Any]:
+    """The time of a step in bf16 and in float8, which are the same if no linear is in float8."""
     gain = predict_gain(work, device)
     found = asdict(gain) | {"speedup": gain.speedup, "speedup_range": gain.speedup_range}
     found["bf16"]["step_s"], found["float8"]["step_s"] = gain.bf16.step_s, gain.float8.step_s
-    if device.fp8_tflops is not None:
-        return found | {"verdict": gain.verdict(on=on)}
-    verdict = f"the {device.name} has no float8 matrix units with a known peak."
-    return found | {"float8": None, "speedup": None, "speedup_range": None, "verdict": verdict}
+    return found | {"verdict": gain.verdict()}
 
 
 def _plan_memory(work: Workload, device: DeviceSpec) -> dict[str, Any]:
-    fits = work.reserved_gib <= device.memory_gib
     return {
         "peak": asdict(work.peak) | {"total": work.peak.total},
         "reserved": round(work.reserved_gib * 2**30),
-        "fits": fits,
-        "would_fit": None if fits else find_fewest_gpus(work, device.memory_gib),
+        "fits": work.reserved_gib <= device.memory_gib,
     }
-
-
-def find_fewest_gpus(work: Workload, memory_gib: float) -> int | None:
-    """Return the number of GPUs from which on the layout fits with full activation checkpointing
-    and more shards, if any."""
-    job, degrees = work.job.choose("activation_checkpoint", mode="full"), work.job.degrees
-    while degrees.dp_shard <= MOST_SHARDS:
-        if replace(work, job=replace(job, degrees=degrees)).reserved_gib <= memory_gib:
-            return degrees.world_size
-        degrees = replace(degrees, dp_shard=2 * degrees.dp_shard)
-    return None
 
 
 def _plan_rates(tps: float, ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from functools import cached_property
 
 from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
+from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.metrics.flops import MATMULS
 
-from .casts import Casts, casts_of
+from .casts import COMPILED, EAGER, Casts
 from .constants import Rates
 from .share import Share
 
@@ -61,8 +62,10 @@ class Roofline:
 
     @property
     def casts(self) -> Casts:
-        """The casts of the recipe."""
-        return casts_of(self.job.config.float8.recipe_name, compiled=self.compiled)
+        """The casts of the recipe; those of the default recipe if nobody has counted its own."""
+        recipe = self.job.config.float8.recipe_name
+        counted = self.compiled or recipe == "mxfp8"
+        return COMPILED.get(recipe, COMPILED[DEFAULT_RECIPE]) if counted else EAGER
 
     @cached_property
     def weight_bytes(self) -> float:
