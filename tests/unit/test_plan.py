@@ -104,7 +104,6 @@ def test_reference_values_of_8b_in_float8():
     found = plan(*FLOAT8_8B)
     model, flops, schedule = found["model"], found["flops_per_token"], found["schedule"]
     assert model["parameters"] == PARAMETERS
-    assert model["parameters_without_embedding"] == 7_504_924_672
     assert flops["total"] == 57_912_852_480
     assert flops["fp8"] == 41_875_931_136
     assert (flops["output"], flops["attention"]) == (3_152_019_456, 12_884_901_888)
@@ -164,7 +163,7 @@ def test_output_in_float8_is_planned_like_any_other_linear() -> None:
 def test_tied_embeddings_are_counted_once():
     found = plan("llama3_8b", "--model.flavor=1B", "--world-size=1")
     model, flops = found["model"], found["flops_per_token"]
-    assert model["parameters"] == model["parameters_without_embedding"] == 1_235_814_400
+    assert model["parameters"] == 1_235_814_400
     assert model["tie_embeddings"] and flops["output"] == 6 * 128256 * 2048
     assert found["memory"]["peak"]["parameters"] == 4 * 1_235_814_400
     assert found["model"]["checkpoint_bytes"] == 12 * 1_235_814_400
@@ -182,26 +181,21 @@ def test_a_model_without_a_flavor_is_planned_and_named_by_its_keys():
     assert answer(found).startswith(f"{title} on 8 x H100 SXM, predicted: ")
 
 
-def test_a_document_mask_changes_attention_alone_and_the_report_says_what_is_counted():
+def test_a_document_mask_changes_attention_alone():
     masked, plain = (
         plan("debug_model", f"--training.document_mask={on}") for on in ("true", "false")
     )
-    changed = {"document_mask": True, "attention_kernel": "flex"}
-    assert masked["request"] == plain["request"] | changed
+    assert masked["request"] == plain["request"] | {"attention_kernel": "flex"}
     for name in ("flops_per_token", "linears", "memory"):
         assert masked[name] == plain[name]
     assert parts_of(masked)["attention"] > parts_of(plain)["attention"]
-    said = "With the document mask, attention counts as if documents were one."
-    assert said in text_of(masked) and said not in text_of(plain)
 
 
 @pytest.mark.skipif(version("torch") < "2.13", reason="refused with GQA on torch 2.11")
-def test_what_a_memory_budget_recomputes_is_not_counted_and_the_report_says_so():
+def test_what_a_memory_budget_recomputes_is_not_counted():
     words = ("llama3_8b", "--activation_checkpoint.memory_budget=0.0", RESHARD_DEFAULT)
     none, budget = (plan(*words, mode(name)) for name in ("none", "memory_budget"))
     assert budget["schedule"]["tps"] == none["schedule"]["tps"]
-    said = "The time of what a memory budget recomputes is not counted."
-    assert said in text_of(budget) and said not in text_of(none)
 
 
 def test_no_tokenizer_is_needed_where_the_flavor_has_a_vocabulary():
@@ -333,7 +327,7 @@ def test_schedule_follows_from_the_rate():
     schedule = plan(*BF16_8B)["schedule"]
     expected = {
         "step_s": 8192 / 6297,
-        "run_days": 1000 * 8192 / 6297 / 86400,
+        "run_hours": 1000 * 8192 / 6297 / 3600,
         "run_gpu_hours": 8 * 1000 * 8192 / 6297 / 3600,
         "gpu_hours_per_trillion_tokens": 1e12 / 6297 / 3600,
     }
@@ -355,7 +349,7 @@ def test_memory_is_weighed_against_the_device():
 
 def test_what_does_not_fit_is_planned_anyway_and_fixes_are_named():
     found = plan("llama3_8b", "--world-size", "1", mode("none"))
-    assert not found["memory"]["fits"] and found["schedule"]["run_days"] > 0
+    assert not found["memory"]["fits"] and found["schedule"]["run_hours"] > 0
     assert "; use more GPUs, activation checkpointing, or a lower [training] loc" in text_of(found)
     assert "use more GPUs" not in text_of(plan("llama3_8b"))
 
@@ -367,20 +361,17 @@ def test_the_report_begins_with_the_answer_that_the_json_gives():
     found = plan("llama3_8b_float8", "--training.steps=3000")
     prediction, schedule = found["prediction"], found["schedule"]
     hours = 3000 * schedule["step_s"] / 3600
-    assert hours < 2  # so the answer has minutes
     assert_in_order(
         answer(found),
         f"8B on 8 x H100 SXM, predicted: fits ({found['memory']['reserved'] / 2**30:.1f} of 78 G",
         f"{schedule['tps']:,.0f} tokens/s per device ",
         "({:,.0f} to {:,.0f})".format(*schedule["tps_range"]),
         f"{schedule['step_s']:.3f} s a step, ",
-        f"{60 * hours:.1f} minutes and {8 * hours:.2f} GPU-hours for 3,000 steps",
+        f"{hours:.3f} hours and {8 * hours:.2f} GPU-hours for 3,000 steps",
         f"(10^12 tokens: {schedule['gpu_hours_per_trillion_tokens']:,.0f} GPU-hours); tensorwise ",
         f" {prediction['speedup']:.2f}x the speed of bf16 ",
         "({:.2f} to {:.2f}).".format(*prediction["speedup_range"]),
     )
-    short = answer(plan("debug_model", "--training.steps=1"))
-    assert re.search(r" a step, 0\.0\d+ seconds and .* for 1 steps \(10\^12 tokens: ", short)
 
 
 def test_a_given_rate_is_never_called_predicted_and_the_other_way_round():
@@ -388,7 +379,7 @@ def test_a_given_rate_is_never_called_predicted_and_the_other_way_round():
     assert_in_order(
         answer(given),
         f"predicted: fits ({given['memory']['reserved'] / 2**30:.1f} of 78 GiB)",
-        "; given: 7,773 tokens/s per device, 1.05 s a step, 17.6 minutes and 2.34 GPU-hours",
+        "; given: 7,773 tokens/s per device, 1.05 s a step, 0.293 hours and 2.34 GPU-hours",
         "1,000 steps (10^12 tokens: 35,736 GPU-hours); predicted: tensorwise float8 ",
     )
     assert given["schedule"]["tps_range"] is None
@@ -404,11 +395,6 @@ def test_the_rate_of_what_does_not_fit_is_conditional():
     found = plan("llama3_8b", "--world-size", "1")
     reserved = found["memory"]["reserved"] / 2**30
     assert f"does not fit ({reserved:.0f} of 78 GiB); if it did, " in answer(found)
-
-
-def test_the_report_says_where_the_host_bounds_both_steps():
-    said = "bound by the host (a guess, the same for bf16 and float8): the speedup says little"
-    assert said in text_of(plan("debug_model")) and said not in text_of(plan("llama3_8b_float8"))
 
 
 def test_the_report_names_every_section_and_the_verdict(capsys):

@@ -38,11 +38,12 @@ def resolve_auto(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> J
     sharding = job.config.parallelism
     if AUTO in (ac.mode, sharding.fsdp_reshard_after_forward, sharding.fsdp_reduce_gradients):
         work = choose_work(job, device=device, memory_gib=memory_gib)
-        job, reserved_gib = work.job, work.reserved_gib
+        job = work.job
         values = ", ".join(config_changes(before, job.config.to_toml()))
-        fits = "the fastest that fits" if reserved_gib <= memory_gib else "the smallest, too large"
+        fitting = work.reserved_gib <= memory_gib
+        fits = "the fastest that fits" if fitting else "the smallest, too large"
         stand_in = "" if device else f", as for an {STAND_IN} (CPUs are not planned)"
-        memory = f"{reserved_gib:.1f} of {memory_gib:.1f} GiB"
+        memory = f"{work.reserved_gib:.1f} of {memory_gib:.1f} GiB"
         logger.info(f'in place of "auto": {values}; {memory}, {fits}{stand_in}')
     if not chooses_linears:
         return job

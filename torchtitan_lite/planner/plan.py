@@ -22,27 +22,25 @@ from torchtitan_lite.training.model import MetaModel, build_meta_model
 from .auto import resolve_auto
 from .constants import CONTEXT_GIB, RATE_RANGE, SPLIT_RATE_RANGE, USABLE_MEMORY
 from .share import state_widths
-from .workload import Workload, build_workload, predict_gain
+from .workload import Workload, build_workload
 
 RATES = ("tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "hfu")
-MOST_TB_S = 100  # of a device's memory; more is meant in GB/s
 
 
 def find_device(name: str | None, metrics: MetricsConfig | None = None, **given: Any) -> DeviceSpec:
     """Return the data sheet of the device called `name`, by default of the GPU at hand, with the
     peaks in `metrics` and the fields `given`, unless None, and the usable part of its memory.
 
-    Raises ConfigError without a name and a GPU, for an unknown name unless a bf16 peak,
-    bandwidth_tb_s and memory_gib are given, and for a bandwidth above MOST_TB_S."""
+    Raises ConfigError without a name and a GPU, and for an unknown name unless a bf16 peak,
+    bandwidth_tb_s and memory_gib are given."""
     given = {field: value for field, value in given.items() if value is not None}
     at_hand = name is None and torch.cuda.is_available()
     name = torch.cuda.get_device_name() if at_hand else name
 
     # A device without a data sheet is described by what is given.
     device, peaks = lookup_device(name or ""), given_peaks(metrics) if metrics else {}
-    described = "bf16" in peaks and given.keys() >= {"bandwidth_tb_s", "memory_gib"}
-    if device is None and name and described:
-        device = DeviceSpec(name, peaks["bf16"], None, **given)
+    if name and "bf16" in peaks and given.keys() >= {"bandwidth_tb_s", "memory_gib"}:
+        device = device or DeviceSpec(name, peaks["bf16"], None, **given)
     if device is None:
         problem = f'"{name}" is not known' if name else "is needed where there is no GPU"
         raise ConfigError(
@@ -52,8 +50,6 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
         )
 
     device = replace(device, **given).with_peaks(peaks)
-    if device.bandwidth_tb_s > MOST_TB_S:
-        raise ConfigError(f"--bandwidth {device.bandwidth_tb_s:g} is in TB/s, at most {MOST_TB_S}.")
 
     # torch knows the memory of the GPU at hand better than a data sheet does.
     usable_gib = USABLE_MEMORY * device.memory_gib
@@ -140,7 +136,6 @@ def plan_request(work: Workload, device: DeviceSpec) -> dict[str, Any]:
         **asdict(job.batch),
         "seq_len": config.training.seq_len,
         "steps": config.training.steps,
-        "document_mask": config.training.document_mask,
         "activation_checkpoint": config.activation_checkpoint.label,
         "fsdp_reshard_after_forward": config.parallelism.fsdp_reshard_after_forward,
         "float8_recipe": config.float8.recipe_name if work.converted else None,
@@ -149,7 +144,7 @@ def plan_request(work: Workload, device: DeviceSpec) -> dict[str, Any]:
 
 
 def plan_schedule(work: Workload, step_s: float, *, tps: float | None = None) -> dict[str, Any]:
-    """Return the rate `tps` that a run reached, else that of the predicted `step_s`, and the days
+    """Return the rate `tps` that a run reached, else that of the predicted `step_s`, and the hours
     and GPU-hours of this run and of 10^12 tokens at it."""
     training, degrees = work.job.config.training, work.job.degrees
     tokens = work.job.batch.global_batch_size * training.seq_len / degrees.world_size  # of a device
@@ -165,7 +160,7 @@ def plan_schedule(work: Workload, step_s: float, *, tps: float | None = None) ->
         "tps": tps,
         "tps_range": tps_range,
         "step_s": tokens / tps,
-        "run_days": run_hours / 24,
+        "run_hours": run_hours,
         "run_gpu_hours": run_hours * degrees.world_size,
         "gpu_hours_per_trillion_tokens": 1e12 / tps / 3600,
     }
@@ -173,12 +168,10 @@ def plan_schedule(work: Workload, step_s: float, *, tps: float | None = None) ->
 
 def _plan_model(job: Job, meta: MetaModel) -> dict[str, Any]:
     args = job.model_args
-    looked_up = 0 if args.tie_embeddings else args.vocab_size * args.dim
     matrices = args.n_layers * sum(map(math.prod, block_linear_shapes(args).values()))
     widths = state_widths(job.config, matrices / meta.parameters)
     return asdict(args) | {
         "parameters": meta.parameters,
-        "parameters_without_embedding": meta.parameters - looked_up,
         "checkpoint_bytes": round(sum(widths) * meta.parameters),
     }
 
@@ -199,7 +192,7 @@ def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
     return [
         asdict(choice)
         | {
-            "tokens": roofline.tokens,
+            "tokens": work.job.microbatch_tokens,
             "precisions": {
                 each: "fp8" if choice.converted and each in matmuls else "bf16" for each in MATMULS
             },
@@ -211,7 +204,7 @@ def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
 
 def _plan_prediction(work: Workload, device: DeviceSpec) -> dict[str, Any]:
     """The time of a step in bf16 and in float8, which are the same if no linear is in float8."""
-    gain = predict_gain(work, device)
+    gain = work.gain(device)
     found = asdict(gain) | {"speedup": gain.speedup, "speedup_range": gain.speedup_range}
     found["bf16"]["step_s"], found["float8"]["step_s"] = gain.bf16.step_s, gain.float8.step_s
     return found | {"verdict": gain.verdict()}

@@ -12,10 +12,9 @@ from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.metrics.flops import MATMULS
 
 GIB = 2**30
-UNITS = {"days": 1, "hours": 24, "minutes": 24 * 60, "seconds": 24 * 3600}  # in a day
 FIGURES = (
     *("tps", "step_s", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_arithmetic_peak"),
-    *("hfu", "run_days", "run_gpu_hours", "gpu_hours_per_trillion_tokens"),
+    *("hfu", "run_hours", "run_gpu_hours", "gpu_hours_per_trillion_tokens"),
 )
 SETTINGS = (
     "{layout}. Activation checkpointing {activation_checkpoint}, fsdp_reshard_after_forward "
@@ -29,7 +28,6 @@ ASSUMED = (
     "--node-devices, --network). Ranges hold the middle 80 % of published runs of this kind, "
     "beside their predictions: see docs/published.md."
 )
-BY_HOST = "bound by the host (a guess, the same for bf16 and float8): the speedup says little"
 Plan = Mapping[str, Any]  # what `make_plan` returns, or a section of it
 
 _wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
@@ -50,16 +48,15 @@ def _answer(plan: Plan) -> str:
         rate += " ({} to {})".format(*map(_digits, schedule["tps_range"]))
         before, after = ", " if memory["fits"] else "; if it did, ", "; "
 
-    # The largest unit that is not a fraction.
-    durations = {unit: schedule["run_days"] * size for unit, size in UNITS.items()}
-    unit = next((each for each in durations if durations[each] >= 2), "seconds")
-    hours = _digits(schedule["gpu_hours_per_trillion_tokens"])
+    hours, gpu_hours, trillion = (
+        _digits(schedule[name])
+        for name in ("run_hours", "run_gpu_hours", "gpu_hours_per_trillion_tokens")
+    )
     return _wrap(
         "{model} on {world_size} x {device}, predicted: ".format_map(request)
         + f"{_fit(plan)}{before}{rate}, {_digits(schedule['step_s'])} s a step, "
-        f"{_digits(durations[unit])} {unit} and {_digits(schedule['run_gpu_hours'])} GPU-hours for "
-        f"{request['steps']:,} steps (10^12 tokens: {hours} GPU-hours){after}"
-        f"{plan['prediction']['verdict']}"
+        f"{hours} hours and {gpu_hours} GPU-hours for {request['steps']:,} steps "
+        f"(10^12 tokens: {trillion} GPU-hours){after}{plan['prediction']['verdict']}"
     )
 
 
@@ -104,10 +101,7 @@ def _time(plan: Plan) -> str:
     ]
     rows = [[name, *(f"{1e3 * each[name]:,.1f}" for each in times)] for name in times[0]]
     taken = [row for row in rows if set(row[1:]) != {"0.0"}]
-    notes = [BY_HOST] if any(4 * each["waits: host"] > each["step"] for each in times) else []
-    return _section(
-        "Time of a step, predicted", _table([["milliseconds", *steps], *taken]), *map(_wrap, notes)
-    )
+    return _section("Time of a step, predicted", _table([["milliseconds", *steps], *taken]))
 
 
 def _memory(plan: Plan) -> str:
@@ -158,13 +152,8 @@ def _linears(plan: Plan) -> str:
 
 
 def _assumed(plan: Plan) -> str:
-    """Format the settings, what the figures do not cover, and where the rates come from."""
-    request, device = plan["request"], plan["device"]
-    notes = [SETTINGS.format_map(request)]
-    if request["activation_checkpoint"] == "memory_budget":
-        notes.append("The time of what a memory budget recomputes is not counted.")
-    if request["document_mask"]:
-        notes.append("With the document mask, attention counts as if documents were one.")
+    """Format the settings, and where the rates come from."""
+    device, notes = plan["device"], [SETTINGS.format_map(plan["request"])]
     if not device["data_sheet"]:
         name = device["name"]
         notes.append(f"No data sheet of the {name} is known: figures not given are assumed.")

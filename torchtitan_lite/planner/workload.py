@@ -17,6 +17,36 @@ from .time import Roofline, StepTime, time_step
 
 
 @dataclass(frozen=True)
+class Gain:
+    """Times of a step in bf16, and in float8 with the linears that are converted."""
+
+    recipe: str
+    bf16: StepTime
+    float8: StepTime
+
+    @property
+    def speedup(self) -> float:
+        """Time in bf16 over time in float8: above 1 float8 pays."""
+        return self.bf16.step_s / self.float8.step_s
+
+    @property
+    def speedup_range(self) -> tuple[float, float]:
+        """The range of the speedup by the errors of published runs."""
+        return self.speedup * SPEEDUP_RANGE[0], self.speedup * SPEEDUP_RANGE[1]
+
+    def verdict(self) -> str:
+        """Return the gain in one sentence. Float8 helps or hurts where the whole range says so."""
+        if self.float8 == self.bf16:
+            return "no linear is in float8: it is off, or filters or predictions keep all in bf16."
+        low, high = self.speedup_range
+        effect = "helps" if low > 1 else "hurts" if high < 1 else "may help or hurt"
+        return (
+            f"{self.recipe} float8 {effect}: a step runs at {self.speedup:.2f}x the speed of bf16 "
+            f"({low:.2f} to {high:.2f})."
+        )
+
+
+@dataclass(frozen=True)
 class Workload:
     """What decides the time and the memory of a job's step, apart from the device."""
 
@@ -36,6 +66,11 @@ class Workload:
     def time(self, device: DeviceSpec) -> StepTime:
         """Time a step as converted."""
         return time_step(self.roofline(device), self.choices, self.converted)
+
+    def gain(self, device: DeviceSpec) -> Gain:
+        """Predict what float8 gains over bf16."""
+        bf16 = time_step(self.roofline(device), self.choices, [])
+        return Gain(self.job.config.float8.recipe_name, bf16, self.time(device))
 
     @cached_property
     def peak(self) -> Moment:
@@ -89,39 +124,3 @@ def _slower_linears(
         for linear in linears
         if linear not in chosen
     }
-
-
-@dataclass(frozen=True)
-class Gain:
-    """Times of a step in bf16, and in float8 with the linears that are converted."""
-
-    recipe: str
-    bf16: StepTime
-    float8: StepTime
-
-    @property
-    def speedup(self) -> float:
-        """Time in bf16 over time in float8: above 1 float8 pays."""
-        return self.bf16.step_s / self.float8.step_s
-
-    @property
-    def speedup_range(self) -> tuple[float, float]:
-        """The range of the speedup by the errors of published runs."""
-        return self.speedup * SPEEDUP_RANGE[0], self.speedup * SPEEDUP_RANGE[1]
-
-    def verdict(self) -> str:
-        """Return the gain in one sentence. Float8 helps or hurts where the whole range says so."""
-        if self.float8 == self.bf16:
-            return "no linear is in float8: it is off, or filters or predictions keep all in bf16."
-        low, high = self.speedup_range
-        effect = "helps" if low > 1 else "hurts" if high < 1 else "may help or hurt"
-        return (
-            f"{self.recipe} float8 {effect}: a step runs at {self.speedup:.2f}x the speed of bf16 "
-            f"({low:.2f} to {high:.2f})."
-        )
-
-
-def predict_gain(work: Workload, device: DeviceSpec) -> Gain:
-    """Predict what float8 gains over bf16."""
-    bf16 = time_step(work.roofline(device), work.choices, [])
-    return Gain(work.job.config.float8.recipe_name, bf16, work.time(device))
