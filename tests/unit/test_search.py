@@ -265,6 +265,11 @@ def test_without_a_layout_that_fits_it_names_the_smallest() -> None:
     ("arguments", "message"),
     [
         ("--world-size 1000001", r"--world-size: 1000001 must be .* 1 to 1000000;"),
+        (
+            "--float8.enable_float8_linear --compile.enable=false --training.local_batch_size=1 "
+            "--parallelism.tensor_parallel_degree=1",
+            r"enable_float8_linear = true makes no linear faster",
+        ),
         ("--parallelism.tensor_parallel_degree=3", r"does not divide the world size, 8"),
         ("--training.global_batch_size=7", r"global_batch_size = 7 is not a multiple of"),
         ("--training.mixed_precision_param=float32", r'"float32" cannot be planned'),

@@ -99,8 +99,9 @@ class Space:
         offload = self.config.training.enable_cpu_offload
         filters = (*(each for each in own.filter_fqns if each != AUTO), AUTO)
         in_float8: list[dict[str, Any]] = []
-        for name in [own.recipe_name] if "float8.recipe_name" in given else RECIPES:
-            gathers = RECIPES[name].gathers_float8
+        recipes = {own.recipe_name: own.recipe} if "float8.recipe_name" in given else RECIPES
+        for name, recipe in recipes.items():
+            gathers = recipe.gathers_float8
             keys = {
                 "enable_float8_linear": True,
                 "recipe_name": name,
@@ -126,7 +127,9 @@ class Space:
 
         work = choose_work(job, device=self.device, memory_gib=self.device.memory_gib)
         if config.float8.enable_float8_linear and not work.converted:
-            raise ConfigError("[float8] enable_float8_linear = true makes no linear faster.")
+            raise ConfigError(
+                "[float8] enable_float8_linear = true makes no linear faster; unset it."
+            )
         if config.float8.enable_float8_linear and AUTO in config.float8.filter_fqns:
             work = build_workload(name_kept(work.job, work.choices))
         return work
