@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from running import run
 
-from torchtitan_lite.planner.casts import COMPILED
+from torchtitan_lite.planner.constants import COMPILED
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(600)]
 KERNELS = Path(__file__).with_name("block_kernels.py")

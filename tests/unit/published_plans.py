@@ -20,11 +20,11 @@ from torchtitan_lite.catalog.devices import lookup_device
 from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE
 from torchtitan_lite.config import Config
 from torchtitan_lite.config.job import Job
-from torchtitan_lite.planner.casts import Casts
 from torchtitan_lite.planner.constants import (
     RATE_RANGE,
     SPEEDUP_RANGE,
     SPLIT_RATE_RANGE,
+    Casts,
     rates_of,
 )
 from torchtitan_lite.planner.time import Roofline, time_step
@@ -56,11 +56,11 @@ OLD_ATTENTION = {"CDNA3": {"attention_flash": 0.21}}
 
 
 # Casts of compiled blocks without this project's changes of the compiler's
-# choices, counted as those in planner/casts.py.
+# choices, counted as those in planner/constants.py.
 CASTS = {
-    "tensorwise": Casts(input=(3, 6.6), grad_output=6.5, weight=9.5, weight_once=8),
-    "rowwise": Casts(input=(-0.4, 11.5), grad_output=28, weight=14, weight_once=8),
-    "rowwise_with_gw_hp": Casts(input=(1.3, 0), grad_output=1.7, weight=9.5, weight_once=10.5),
+    "tensorwise": Casts(input=(3, 6.6), grad_output=6.5, weight=9.5),
+    "rowwise": Casts(input=(-0.4, 11.5), grad_output=28, weight=14),
+    "rowwise_with_gw_hp": Casts(input=(1.3, 0), grad_output=1.7, weight=9.5),
 }
 
 
@@ -98,14 +98,14 @@ class TorchtitanRoofline(OthersRoofline):
         if args.n_kv_heads < args.n_heads:
             moved += 2 * 2 * (args.q_dim + args.kv_dim) // tp
         passes = 2 * args.n_layers + self.checkpointed
-        more = passes * self.move_s(self.tokens * moved)
+        more = passes * self.move_s(self.job.microbatch_tokens * moved)
         if self.compiled:
             # The gradients of the norms' weights are kernels of their own.
-            more += args.n_layers * self.move_s(2 * self.tokens * 7 * args.dim // tp)
+            more += args.n_layers * self.move_s(2 * self.job.microbatch_tokens * 7 * args.dim // tp)
         return super().pointwise_s() + more
 
     def loss_s(self) -> float:
-        logits = self.tokens * self.job.model_args.vocab_size // self.job.degrees.tp
+        logits = self.job.microbatch_tokens * self.job.model_args.vocab_size // self.job.degrees.tp
         return self.move_s(self.loss_bytes * logits)
 
 
@@ -119,7 +119,7 @@ class EarlyRoofline(TorchtitanRoofline):
         args = self.job.model_args
         if self.compiled:
             return super().pointwise_s()
-        elements = 2 * self.tokens * args.dim // self.job.degrees.tp
+        elements = 2 * self.job.microbatch_tokens * args.dim // self.job.degrees.tp
         forward, backward = self.move_s(36 * elements), self.move_s(102 * elements)
         more = (args.n_layers + self.checkpointed) * forward + args.n_layers * backward
         return super().pointwise_s() + more

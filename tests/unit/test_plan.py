@@ -104,7 +104,6 @@ def test_reference_values_of_8b_in_float8():
     found = plan(*FLOAT8_8B)
     model, flops, schedule = found["model"], found["flops_per_token"], found["schedule"]
     assert model["parameters"] == PARAMETERS
-    assert model["parameters_without_embedding"] == 7_504_924_672
     assert flops["total"] == 57_912_852_480
     assert flops["fp8"] == 41_875_931_136
     assert (flops["output"], flops["attention"]) == (3_152_019_456, 12_884_901_888)
@@ -164,7 +163,7 @@ def test_output_in_float8_is_planned_like_any_other_linear() -> None:
 def test_tied_embeddings_are_counted_once():
     found = plan("llama3_8b", "--model.flavor=1B", "--world-size=1")
     model, flops = found["model"], found["flops_per_token"]
-    assert model["parameters"] == model["parameters_without_embedding"] == 1_235_814_400
+    assert model["parameters"] == 1_235_814_400
     assert model["tie_embeddings"] and flops["output"] == 6 * 128256 * 2048
     assert found["memory"]["peak"]["parameters"] == 4 * 1_235_814_400
     assert found["model"]["checkpoint_bytes"] == 12 * 1_235_814_400
@@ -182,26 +181,21 @@ def test_a_model_without_a_flavor_is_planned_and_named_by_its_keys():
     assert answer(found).startswith(f"{title} on 8 x H100 SXM, predicted: ")
 
 
-def test_a_document_mask_changes_attention_alone_and_the_report_says_what_is_counted():
+def test_a_document_mask_changes_attention_alone():
     masked, plain = (
         plan("debug_model", f"--training.document_mask={on}") for on in ("true", "false")
     )
-    changed = {"document_mask": True, "attention_kernel": "flex"}
-    assert masked["request"] == plain["request"] | changed
+    assert masked["request"] == plain["request"] | {"attention_kernel": "flex"}
     for name in ("flops_per_token", "linears", "memory"):
         assert masked[name] == plain[name]
     assert parts_of(masked)["attention"] > parts_of(plain)["attention"]
-    said = "With the document mask, attention counts as if documents were one."
-    assert said in text_of(masked) and said not in text_of(plain)
 
 
 @pytest.mark.skipif(version("torch") < "2.13", reason="refused with GQA on torch 2.11")
-def test_what_a_memory_budget_recomputes_is_not_counted_and_the_report_says_so():
+def test_what_a_memory_budget_recomputes_is_not_counted():
     words = ("llama3_8b", "--activation_checkpoint.memory_budget=0.0", RESHARD_DEFAULT)
     none, budget = (plan(*words, mode(name)) for name in ("none", "memory_budget"))
     assert budget["schedule"]["tps"] == none["schedule"]["tps"]
-    said = "The time of what a memory budget recomputes is not counted."
-    assert said in text_of(budget) and said not in text_of(none)
 
 
 def test_no_tokenizer_is_needed_where_the_flavor_has_a_vocabulary():
@@ -216,12 +210,9 @@ def test_no_tokenizer_is_needed_where_the_flavor_has_a_vocabulary():
 def test_auto_converts_nothing_of_the_debug_model_and_says_why():
     found = plan("debug_model", AUTO)
     assert (converted(found), found["flops_per_token"]["fp8"]) == (set(), 0)
-    reasons = [row["kept_because"] for row in found["linears"] if row["kind"] != "output"]
-    assert len(reasons) == 7
-    assert all(re.match(r"auto: \d+\.\d\dx the time of bf16", reason) for reason in reasons)
+    assert [row["time_ratio"] > 1 for row in found["linears"]] == 8 * [True]
     assert found["prediction"]["speedup"] == 1
-    assert "; tensorwise float8 has no linear: " in answer(found)
-    assert "if on" not in format_plan(found)
+    assert "; no linear is in float8: " in answer(found)
 
 
 def test_auto_is_no_slower_than_all_or_none():
@@ -248,20 +239,13 @@ def test_a_kind_that_is_converted_in_some_layers_only():
 # ----- Gain, StepTime -----
 
 
-def test_without_float8_the_gain_of_turning_it_on_is_told():
-    prediction = plan(*BF16_8B)["prediction"]
-    assert prediction["speedup"] > 1.1
-    a100 = plan("llama3_8b", device="A100 SXM 80GB")
-    assert (a100["prediction"]["speedup"], a100["prediction"]["float8"]) == (None, None)
-    assert a100["prediction"]["bf16"]["step_s"] == a100["schedule"]["step_s"]
-    assert a100["schedule"]["mfu"] > 0 and a100["schedule"]["mfu_fp8_peak"] is None
-
-
-def test_keys_of_float8_that_its_recipe_excludes_have_no_effect_while_it_is_off():
-    rowwise = (*BF16_8B, "--float8.recipe_name=rowwise")
-    with_gather = plan(*rowwise, "--float8.enable_fsdp_float8_all_gather")
-    assert with_gather["prediction"] == plan(*rowwise)["prediction"]
-    assert with_gather["prediction"]["bf16"] == plan(*BF16_8B)["prediction"]["bf16"]
+def test_without_float8_a_step_is_the_same_in_both():
+    for found in (plan("llama3_8b"), plan("llama3_8b", device="A100 SXM 80GB")):
+        prediction, schedule = found["prediction"], found["schedule"]
+        assert prediction["float8"] == prediction["bf16"]
+        assert (prediction["speedup"], prediction["bf16"]["step_s"]) == (1, schedule["step_s"])
+        assert schedule["mfu"] > 0
+    assert schedule["mfu_fp8_peak"] is None
 
 
 LAYOUTS = {
@@ -297,7 +281,7 @@ def test_the_parts_of_a_step_add_up_and_ranges_contain_their_value(layout):
     # So do the rows of the report: those above the step are its parts, in both columns.
     _, *rows = section(found, "Time of a step, predicted")
     (index,) = (index for index, row in enumerate(rows) if row.startswith("step "))
-    for column in (0, 1):
+    for column in range(1 + bool(found["request"]["float8_recipe"])):
         parts = [numbers(row)[column] for row in rows[:index]]
         assert sum(parts) == pytest.approx(numbers(rows[index])[column], abs=0.05 * len(parts))
 
@@ -343,15 +327,14 @@ def test_schedule_follows_from_the_rate():
     schedule = plan(*BF16_8B)["schedule"]
     expected = {
         "step_s": 8192 / 6297,
-        "run_days": 1000 * 8192 / 6297 / 86400,
+        "run_hours": 1000 * 8192 / 6297 / 3600,
         "run_gpu_hours": 8 * 1000 * 8192 / 6297 / 3600,
-        "days_per_trillion_tokens": 1e12 / 6297 / 8 / 86400,
         "gpu_hours_per_trillion_tokens": 1e12 / 6297 / 3600,
     }
     assert {key: schedule[key] for key in expected} == pytest.approx(expected)
 
 
-# ----- memory, find_fewest_gpus -----
+# ----- memory -----
 
 
 def test_memory_is_weighed_against_the_device():
@@ -364,19 +347,11 @@ def test_memory_is_weighed_against_the_device():
     assert not alone["fits"] and alone["peak"]["optimizer_states"] == 8 * PARAMETERS
 
 
-def test_what_does_not_fit_is_planned_anyway_and_what_would_fit_is_named():
-    base = ("llama3_8b", "--world-size")
-    found = plan(*base, "1", mode("none"))
-    assert not found["memory"]["fits"] and found["schedule"]["run_days"] > 0
-    gpus = found["memory"]["would_fit"]
-    assert plan(*base, str(gpus), mode("full"))["memory"]["fits"]
-    assert not plan(*base, str(gpus // 2), mode("full"))["memory"]["fits"]
-    assert f"would fit: {gpus} GPUs with activation checkpointing full" in text_of(found)
-
-    hopeless = plan(*base, "1", "--training.local_batch_size=4096")
-    assert hopeless["memory"]["would_fit"] is None
-    assert "would fit: no number of GPUs" in text_of(hopeless)
-    assert plan(*base, "8")["memory"]["would_fit"] is None
+def test_what_does_not_fit_is_planned_anyway_and_fixes_are_named():
+    found = plan("llama3_8b", "--world-size", "1", mode("none"))
+    assert not found["memory"]["fits"] and found["schedule"]["run_hours"] > 0
+    assert "; use more GPUs, activation checkpointing, or a lower [training] loc" in text_of(found)
+    assert "use more GPUs" not in text_of(plan("llama3_8b"))
 
 
 # ----- format_plan -----
@@ -386,21 +361,17 @@ def test_the_report_begins_with_the_answer_that_the_json_gives():
     found = plan("llama3_8b_float8", "--training.steps=3000")
     prediction, schedule = found["prediction"], found["schedule"]
     hours = 3000 * schedule["step_s"] / 3600
-    assert hours < 2  # so the answer has minutes
     assert_in_order(
         answer(found),
         f"8B on 8 x H100 SXM, predicted: fits ({found['memory']['reserved'] / 2**30:.1f} of 78 G",
         f"{schedule['tps']:,.0f} tokens/s per device ",
         "({:,.0f} to {:,.0f})".format(*schedule["tps_range"]),
         f"{schedule['step_s']:.3f} s a step, ",
-        f"{60 * hours:.1f} minutes and {8 * hours:.2f} GPU-hours for 3,000 steps",
-        f"(10^12 tokens: {schedule['days_per_trillion_tokens']:.0f} days, ",
-        f"{schedule['gpu_hours_per_trillion_tokens']:,.0f} GPU-hours); tensorwise float8 helps: ",
+        f"{hours:.3f} hours and {8 * hours:.2f} GPU-hours for 3,000 steps",
+        f"(10^12 tokens: {schedule['gpu_hours_per_trillion_tokens']:,.0f} GPU-hours); tensorwise ",
         f" {prediction['speedup']:.2f}x the speed of bf16 ",
         "({:.2f} to {:.2f}).".format(*prediction["speedup_range"]),
     )
-    short = answer(plan("debug_model", "--training.steps=1"))
-    assert re.search(r" a step, 0\.0\d+ seconds and .* for 1 steps \(10\^12 tokens: ", short)
 
 
 def test_a_given_rate_is_never_called_predicted_and_the_other_way_round():
@@ -408,29 +379,22 @@ def test_a_given_rate_is_never_called_predicted_and_the_other_way_round():
     assert_in_order(
         answer(given),
         f"predicted: fits ({given['memory']['reserved'] / 2**30:.1f} of 78 GiB)",
-        "; given: 7,773 tokens/s per device, 1.05 s a step, 17.6 minutes and 2.34 GPU-hours",
-        "1,000 steps (10^12 tokens: 186 days, 35,736 GPU-hours); predicted: tensorwise float8 ",
+        "; given: 7,773 tokens/s per device, 1.05 s a step, 0.293 hours and 2.34 GPU-hours",
+        "1,000 steps (10^12 tokens: 35,736 GPU-hours); predicted: tensorwise float8 ",
     )
     assert given["schedule"]["tps_range"] is None
     assert section(given, "Cost at the given rate")[0].split() == ["given"]
     assert section(plan("llama3_8b"), "Cost at the predicted rate")[0].split()[0] == "predicted"
 
-    # What is off is not promised, and what a device cannot do neither.
-    assert "; predicted: tensorwise float8 would help: a step would run at " in answer(off)
-    assert section(off, "Time of a step, predicted")[0].endswith("bf16  tensorwise, if on")
-    assert section(off, "Linears if tensorwise float8 were on")
-    assert "; the A100 SXM 80GB has no float8" in answer(plan("llama3_8b", device="A100 SXM 80GB"))
+    # What is off is not promised.
+    assert "; predicted: no linear is in float8: " in answer(off)
+    assert section(off, "Time of a step, predicted")[0].split() == ["milliseconds", "bf16"]
 
 
 def test_the_rate_of_what_does_not_fit_is_conditional():
     found = plan("llama3_8b", "--world-size", "1")
     reserved = found["memory"]["reserved"] / 2**30
     assert f"does not fit ({reserved:.0f} of 78 GiB); if it did, " in answer(found)
-
-
-def test_the_report_says_where_the_host_bounds_both_steps():
-    said = "bound by the host (a guess, the same for bf16 and float8): the speedup says little"
-    assert said in text_of(plan("debug_model")) and said not in text_of(plan("llama3_8b_float8"))
 
 
 def test_the_report_names_every_section_and_the_verdict(capsys):
@@ -452,9 +416,6 @@ def test_the_report_gives_the_reason_for_each_linear():
     assert "wq, wk, wv, wo, w1, w2, w3 in bf16: filter_fqns 'layers.0'" in rows
     assert "wk in bf16: filter_fqns 'wk'" in rows
     assert "output in bf16: the projection to the vocabulary stays in high precision" in rows
-
-    split = plan("llama3_8b_float8", "--parallelism.tensor_parallel_degree=8")
-    assert split["prediction"]["better_kept"] == []  # gathers in float8 need all of them
 
     part = plan("llama3_8b", ON, "--float8.recipe_name=rowwise_with_gw_hp")
     (row,) = (row for row in section(part, "Linears") if row.startswith("wq "))
@@ -523,8 +484,8 @@ MXFP8 = shlex.join(["--float8.recipe_name=mxfp8", *NO_GATHER])
             "--tps 30000 is an MFU of 112 %; .* at most 26,755 with",
         ),
         ("--device H200 --tps 5 --search", "--search: not allowed with argument --tps"),
-        ("--device 'A100 SXM 80GB'", "the A100 SXM 80GB has no float8 matrix units"),
-        (f"--device 'H100 SXM' {MXFP8}", "no kernels .* H100 SXM, only for B200, B300, GB200, GB3"),
+        ("--device 'A100 SXM 80GB'", "tensorwise.*, but the A100 SXM 80GB has no float8 kernels"),
+        (f"--device 'H100 SXM' {MXFP8}", "mxfp8.*, but the H100 SXM has no float8 kernels of it"),
         (f"--device L4 --world-size 6 {tp(4)}", "does not divide"),
         ("--device L4 --model.flavour=8B", "unknown key"),
         (

@@ -1,6 +1,6 @@
 """The float8 recipes: one row each, read by everything that treats recipes differently.
 
-To add a recipe, add a row to RECIPES; planner/casts.py may say what it costs.
+To add a recipe, add a row to RECIPES; planner/constants.py may say what it costs.
 A linear multiplies three times, each with this rank's M tokens, K in_features and N out_features:
 output [M, N] sums over K, grad_input [M, K] over N, grad_weight [N, K] over M.
 """

@@ -1,7 +1,7 @@
 """Choose what stands for "auto" in a job: the linears in float8, what is recomputed, what stays
 gathered, and when gradients are reduced."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 from torchtitan_lite.base.logger import logger
@@ -38,11 +38,12 @@ def resolve_auto(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> J
     sharding = job.config.parallelism
     if AUTO in (ac.mode, sharding.fsdp_reshard_after_forward, sharding.fsdp_reduce_gradients):
         work = choose_work(job, device=device, memory_gib=memory_gib)
-        job, reserved_gib = work.job, work.reserved_gib
+        job = work.job
         values = ", ".join(config_changes(before, job.config.to_toml()))
-        fits = "the fastest that fits" if reserved_gib <= memory_gib else "the smallest, too large"
+        fitting = work.reserved_gib <= memory_gib
+        fits = "the fastest that fits" if fitting else "the smallest, too large"
         stand_in = "" if device else f", as for an {STAND_IN} (CPUs are not planned)"
-        memory = f"{reserved_gib:.1f} of {memory_gib:.1f} GiB"
+        memory = f"{work.reserved_gib:.1f} of {memory_gib:.1f} GiB"
         logger.info(f'in place of "auto": {values}; {memory}, {fits}{stand_in}')
     if not chooses_linears:
         return job
@@ -66,7 +67,7 @@ def choose_work(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> Wo
 
     # Which linears are better in float8 hardly depends on the choice: it is decided for the first.
     linears, tried = None, []
-    for mode, reshard, reduction in product(modes, _reshardings(job), _reductions(job)):
+    for mode, (reshard, reduction) in product(modes, _shardings(job)):
         chosen = job.choose("activation_checkpoint", mode=mode[0], selective_ac_option=mode[1])
         chosen = chosen.choose(
             "parallelism", fsdp_reshard_after_forward=reshard, fsdp_reduce_gradients=reduction
@@ -89,26 +90,22 @@ def choose_work(job: Job, *, device: DeviceSpec | None, memory_gib: float) -> Wo
     return min(as_fast, key=lambda work: work.reserved_gib)
 
 
-def _reshardings(job: Job) -> Sequence[str]:
-    """Return the values of fsdp_reshard_after_forward to choose from. Without pipelines "always"
-    has the peak memory of "default", and is slower; in pipelines "default" and "never" are the
-    same."""
-    sharding = job.config.parallelism
-    if sharding.fsdp_reshard_after_forward != AUTO:
-        return [sharding.fsdp_reshard_after_forward]
-    if without_fsdp(job):
-        return ["default"]
-    return ["default", "always"] if job.degrees.pp > 1 else ["never", "default"]
+def _shardings(job: Job) -> Iterable[tuple[str, str]]:
+    """Return the values of fsdp_reshard_after_forward and fsdp_reduce_gradients to choose from.
 
-
-def _reductions(job: Job) -> Sequence[str]:
-    """Return the values of fsdp_reduce_gradients to choose from: "last" where "each" would mean the
-    same, or would add up gradients in bf16."""
-    value, training = job.config.parallelism.fsdp_reduce_gradients, job.config.training
-    if value != AUTO:
-        return [value]
-    same = job.batch.grad_accum_steps == 1 or job.degrees.pp > 1 or without_fsdp(job)
-    return ["last"] if same or training.dtype == "bfloat16" else ["last", "each"]
+    Without pipelines "always" has the peak memory of "default", and is slower; in pipelines
+    "default" and "never" are the same. "each" is left out where it would mean the same as "last",
+    or would add up gradients in bf16."""
+    sharding, pipelined = job.config.parallelism, job.degrees.pp > 1
+    reshard, reduction = [sharding.fsdp_reshard_after_forward], [sharding.fsdp_reduce_gradients]
+    if AUTO in reshard:
+        reshard = ["default", "always"] if pipelined else ["never", "default"]
+        reshard = ["default"] if without_fsdp(job) else reshard
+    if AUTO in reduction:
+        same = job.batch.grad_accum_steps == 1 or pipelined or without_fsdp(job)
+        in_bf16 = job.config.training.dtype == "bfloat16"
+        reduction = ["last"] if same or in_bf16 else ["last", "each"]
+    return product(reshard, reduction)
 
 
 def name_kept(job: Job, choices: Sequence[LinearChoice]) -> Job:

@@ -6,7 +6,7 @@ issue or pull request. "Azure" is Azure/AI-benchmarking-guide, "nccl", "nccl-tes
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_lite.catalog.devices import DeviceSpec
 
@@ -40,9 +40,7 @@ class Rates:
 
     # Other kernels, and the host.
     contiguous: float = 0.88  # fraction of the bandwidth; BabelStream on H100: Azure, ND_H100_v5
-    kernel_seconds: float = (
-        4e-6  # beside arithmetic or bytes; small squares: Azure, pytorch/ao#2427
-    )
+    kernel_seconds: float = 4e-6  # beside arithmetic or bytes; Azure, pytorch/ao#2427
     host_seconds_per_block: float = 0.002  # of a microbatch, or the update; guess: tritonbench#1016
     in_training: float = 1.04  # time over that of kernels alone; guess: arXiv 2208.11035
 
@@ -94,6 +92,43 @@ MEASURED: dict[str, dict[str, float]] = {
 }
 """Rates by architecture, and by device, which goes before its architecture."""
 MEASURED["CDNA4"] = MEASURED["CDNA3"]
+
+
+# ----- Casts to float8, by recipe: COMPILED has a row for each that was counted -----
+
+
+class Casts(NamedTuple):
+    """Bytes that casting a linear's operands adds to a block in bf16, per element of the tensor.
+
+    They are bytes of kernels that read and write rows. A byte counts 1.5 if the kernel writes the
+    transpose of what it reads, and 3 if its stores are not coalesced: such kernels reach 0.6 and
+    0.3 of an H100's bandwidth (pytorch/pytorch#133242, #149982, #194310)."""
+
+    input: tuple[float, float]  # in the forward and in the backward pass
+    grad_output: float  # for both gradients
+    weight: float  # for all three matmuls
+
+
+# A cast reads 2 bytes and writes 1, and backward casts again, into the layout of its matmuls.
+# Inductor fuses the casts of inputs and gradients with the norms, SwiGLU and rotary embeddings
+# beside them, so that their figures are means over a block: counted in its kernels for a block of
+# Llama 3 8B on Hopper (torch 2.13, torchao 0.18). tests/deviceless/test_deviceless_kernels.py
+# counts them again.
+COMPILED = {
+    # One scale per tensor needs its amax first: 2 bytes more.
+    "tensorwise": Casts(input=(3, 3.6), grad_output=6, weight=9.5),
+    # A column needs an amax of its own. torchao multiplies row-wise gradients unscaled, to avoid a
+    # slow kernel, and scales them afterwards.
+    "rowwise": Casts(input=(-0.4, 5.9), grad_output=18.4, weight=13.5),
+    # grad_weight needs each input in bf16 too, which is stored beside its cast.
+    "rowwise_with_gw_hp": Casts(input=(1.3, 0), grad_output=3, weight=9.5),
+    "mxfp8": Casts(input=(3, 3), grad_output=6, weight=6),
+    # The stores of a cast by columns are not coalesced. A weight is read twice.
+    "blockwise": Casts(input=(0.6, 9.8), grad_output=9.6, weight=9.5),
+}
+# Eager, each operator of a cast reads and writes the whole tensor, mostly in float32: abs, max, to
+# float32, multiply, clamp, to float8. The casts of MXFP8 are kernels of torchao, compiled or not.
+EAGER = Casts(input=(33, 33), grad_output=66, weight=66)
 
 
 def rates_of(device: DeviceSpec) -> Rates:

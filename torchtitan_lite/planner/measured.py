@@ -15,51 +15,38 @@ from .constants import Rates
 VERSION = 2  # of the results file
 DATA_SHEET = ("bf16_tflops", "fp8_tflops", "bandwidth_tb_s")
 """Figures of DeviceSpec that rates are relative to."""
-Rate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 
 
 class Results(BaseModel, strict=True):
     """What a plan reads of a results file."""
 
     version: Literal[2]
-    date: str
+    date: Annotated[str, Field(pattern=r"^[\w:+.-]{1,40}$")]
     device: str  # torch's name of the GPU
     data_sheet: dict[str, float | None]
-    rates: dict[str, Rate]
+    rates: dict[str, Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]]
 
 
 def add_measured(device: DeviceSpec, path: Path) -> DeviceSpec:
     """Return `device` with the rates in a results file in place of published ones.
 
     Raises ConfigError for a file that is malformed, or whose rates are not for this device."""
+    here = {name: getattr(device, name) for name in DATA_SHEET}
     try:
         found = Results.model_validate(read_json_object(path))
-        _check(found, device)
-    except ValidationError as error:
-        first = error.errors()[0]
-        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ConfigError(f"--measured {path}: {reason}; measure again.") from error
+        if unknown := found.rates.keys() - {field.name for field in fields(Rates)}:
+            raise ValueError(f"the planner has no constants {', '.join(sorted(unknown))}")
+        if getattr(lookup_device(found.device), "name", None) != device.name:
+            raise ValueError(f'is of device "{found.device}", and the plan is for "{device.name}"')
+        if found.data_sheet != here:
+            raise ValueError(f"is relative to {found.data_sheet}, and the plan to {here}")
     except (OSError, ValueError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else error
         raise ConfigError(
-            f"--measured {path}: {error}; name a results.json that scripts/gpu_day.sh of this "
-            "version measured on this GPU."
+            f"--measured {path}: {reason}; name a results.json that scripts/gpu_day.sh of this "
+            "version measured on this GPU, and leave --bandwidth and the peaks in [metrics] out."
         ) from error
-    date = "".join(filter(str.isprintable, found.date))[:40]
-    source = f"measured on {found.device}, {date}"
+    source = f"measured on {found.device}, {found.date}"
     rows = ((name, value, source) for name, value in found.rates.items())
     return replace(device, measured=tuple(rows))
-
-
-def _check(found: Results, device: DeviceSpec) -> None:
-    """Raise ValueError for results that a plan for `device` cannot use."""
-    if unknown := found.rates.keys() - {field.name for field in fields(Rates)}:
-        raise ValueError(f"the planner has no constants {', '.join(sorted(unknown))}")
-    its_device = lookup_device(found.device)
-    if its_device is None or its_device.name != device.name:
-        raise ValueError(f'is of device "{found.device}", and the plan is for "{device.name}"')
-    here = {name: getattr(device, name) for name in DATA_SHEET}
-    if found.data_sheet != here:
-        raise ValueError(
-            f"is relative to {found.data_sheet}, and the plan to {here}: leave --bandwidth and the "
-            "peaks in [metrics] out"
-        )

@@ -56,8 +56,7 @@ def step_memory(share: Share) -> list[Moment]:
 
     # Memory can peak at the second to last block, beside which FSDP scatters the last block's
     # gradients, and at the first.
-    scattered = _scattered(share, share.block)
-    new = _new_gradients(share, share.block, scattered)
+    scattered, new = _new_gradients(share)
     for name, before in ("second to last block", max(0, share.blocks - 2)), ("first block", 0):
         kept, there = waiting + each * before // share.blocks, _gathered(share, before)
         left = (before + 1) * share.block + share.embedding
@@ -68,9 +67,6 @@ def step_memory(share: Share) -> list[Moment]:
             parts = {"activations": kept + working, "buffers": there + buffers}
             moments.append(_moment(share, f"{part} of the {name}", left, **parts))
 
-    # The embedding's gradient, then the optimizer's update.
-    new = _new_gradients(share, share.embedding, scattered)
-    moments.append(_moment(share, "gradients of the embedding", share.embedding, buffers=new))
     return [*moments, _moment(share, "optimizer step", None)]
 
 
@@ -118,22 +114,16 @@ def _gathered(share: Share, before: int) -> int:
     return share.kept_block * blocks + ends
 
 
-def _scattered(share: Share, weights: int) -> int:
-    """Bytes of gradients that FSDP scatters while the next ones are computed, and of what it then
-    adds to the sums of earlier microbatches."""
-    if share.without_fsdp or share.pipelined:
-        return 0
-    added = _sharded(share, weights) if share.reductions > 1 else 0
-    return share.reduce_width * weights + added
-
-
-def _new_gradients(share: Share, weights: int, scattered: int) -> int:
-    """Bytes of new gradients, in the compute type and, in place of the gathered weights and of what
-    is `scattered`, in the reduced one."""
-    gradients, reduced = share.width * weights, share.reduce_width * weights
+def _new_gradients(share: Share) -> tuple[int, int]:
+    """Bytes of a block's gradients: those that FSDP scatters while the next ones are computed, with
+    what it then adds to the sums of earlier microbatches; and new ones, in the compute type and, in
+    place of the gathered weights and of what is scattered, in the reduced one."""
+    gradients, reduced = share.width * share.block, share.reduce_width * share.block
     if share.without_fsdp:
-        return max(gradients, reduced - share.gathered_width * weights)
-    return gradients + max(scattered, reduced - gradients)
+        return 0, max(gradients, reduced - share.gathered_width * share.block)
+    added = _sharded(share, share.block) if share.reductions > 1 else 0
+    scattered = 0 if share.pipelined else reduced + added
+    return scattered, gradients + max(scattered, reduced - gradients)
 
 
 def _whole_gradients(share: Share, weights: int) -> int:

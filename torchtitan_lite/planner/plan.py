@@ -12,7 +12,7 @@ import torch
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.catalog.devices import DEVICES, DeviceSpec, lookup_device
 from torchtitan_lite.catalog.flavors import block_linear_shapes
-from torchtitan_lite.config import AUTO, Config, MetricsConfig, ModelConfig, resolve_model
+from torchtitan_lite.config import Config, MetricsConfig, ModelConfig, resolve_model
 from torchtitan_lite.config.job import Job, TokenizerValues, build_job
 from torchtitan_lite.data.tokenizer import build_tokenizer
 from torchtitan_lite.metrics.flops import MATMULS, FlopsLedger, compute_rates
@@ -22,28 +22,25 @@ from torchtitan_lite.training.model import MetaModel, build_meta_model
 from .auto import resolve_auto
 from .constants import CONTEXT_GIB, RATE_RANGE, SPLIT_RATE_RANGE, USABLE_MEMORY
 from .share import state_widths
-from .workload import Workload, build_workload, predict_gain
+from .workload import Workload, build_workload
 
 RATES = ("tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "hfu")
-MOST_SHARDS = 2**16
-MOST_TB_S = 100  # of a device's memory; more is meant in GB/s
 
 
 def find_device(name: str | None, metrics: MetricsConfig | None = None, **given: Any) -> DeviceSpec:
     """Return the data sheet of the device called `name`, by default of the GPU at hand, with the
     peaks in `metrics` and the fields `given`, unless None, and the usable part of its memory.
 
-    Raises ConfigError without a name and a GPU, for an unknown name unless a bf16 peak,
-    bandwidth_tb_s and memory_gib are given, and for a bandwidth above MOST_TB_S."""
+    Raises ConfigError without a name and a GPU, and for an unknown name unless a bf16 peak,
+    bandwidth_tb_s and memory_gib are given."""
     given = {field: value for field, value in given.items() if value is not None}
     at_hand = name is None and torch.cuda.is_available()
     name = torch.cuda.get_device_name() if at_hand else name
 
     # A device without a data sheet is described by what is given.
     device, peaks = lookup_device(name or ""), given_peaks(metrics) if metrics else {}
-    described = "bf16" in peaks and given.keys() >= {"bandwidth_tb_s", "memory_gib"}
-    if device is None and name and described:
-        device = DeviceSpec(name, peaks["bf16"], None, **given)
+    if name and "bf16" in peaks and given.keys() >= {"bandwidth_tb_s", "memory_gib"}:
+        device = device or DeviceSpec(name, peaks["bf16"], None, **given)
     if device is None:
         problem = f'"{name}" is not known' if name else "is needed where there is no GPU"
         raise ConfigError(
@@ -53,8 +50,6 @@ def find_device(name: str | None, metrics: MetricsConfig | None = None, **given:
         )
 
     device = replace(device, **given).with_peaks(peaks)
-    if device.bandwidth_tb_s > MOST_TB_S:
-        raise ConfigError(f"--bandwidth {device.bandwidth_tb_s:g} is in TB/s, at most {MOST_TB_S}.")
 
     # torch knows the memory of the GPU at hand better than a data sheet does.
     usable_gib = USABLE_MEMORY * device.memory_gib
@@ -71,18 +66,12 @@ def check_planned(config: Config, device: DeviceSpec) -> None:
             f'[training] mixed_precision_param = "{training.mixed_precision_param}" cannot be '
             'planned: only bf16 and fp8 rates are known; plan with "bfloat16".'
         )
-    if float8.enable_float8_linear and device.fp8_tflops is None:
+    known = device.fp8_tflops and recipe.capability_major in (None, device.capability_major)
+    if float8.enable_float8_linear and not known:
         raise ConfigError(
-            f"[float8] enable_float8_linear = true, but the {device.name} has no float8 matrix "
-            "units with a known peak; plan another --device, give [metrics] peak_tflops_fp8, or "
-            "set it to false."
-        )
-    major = recipe.capability_major
-    if major not in (None, device.capability_major):
-        fitting = ", ".join(each.name for each in DEVICES if each.capability_major == major)
-        raise ConfigError(
-            f'[float8] recipe_name = "{recipe.name}", but there are no kernels of it for the '
-            f"{device.name}, only for {fitting}; plan another --device or recipe."
+            f'[float8] recipe_name = "{recipe.name}", but the {device.name} has no float8 kernels '
+            "of it with a known peak; plan another --device or recipe, give [metrics] "
+            "peak_tflops_fp8, or set enable_float8_linear = false."
         )
 
 
@@ -111,24 +100,8 @@ def make_plan(
     check_planned(config, device)
     job = build_job(config, world_size=world_size, tokenizer=tokenizer_values(config.model))
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
-    work = in_float8 = build_workload(job)
+    work = build_workload(job)
     meta = build_meta_model(job, choices=work.choices)
-
-    # With "auto", and without float8, linears and prediction show what "auto" would choose. Keys
-    # that the recipe excludes have no effect while float8 is off, and are dropped.
-    float8, on = config.float8, config.float8.enable_float8_linear
-    if device.fp8_tflops is not None and (AUTO in float8.filter_fqns or not on):
-        gathers = float8.enable_fsdp_float8_all_gather and float8.recipe.gathers_float8
-        turned_on = job.choose(
-            "float8",
-            enable_float8_linear=True,
-            enable_fsdp_float8_all_gather=gathers,
-            filter_fqns=(*float8.filter_fqns, AUTO),
-        )
-        in_float8 = build_workload(turned_on, device=device)
-
-    request = plan_request(work, device)
-    request["float8_recipe"] = float8.recipe_name if on else None  # even if no linear gains
     schedule = plan_schedule(work, work.time(device).step_s, tps=tps)
     schedule |= _plan_rates(schedule["tps"], meta.ledger, device)
     if tps is not None and (mfu := schedule["mfu"]) > 100:
@@ -137,12 +110,12 @@ def make_plan(
             f"{device.name}, at most {int(100 * tps / mfu):,} with this model"
         )
     return {
-        "request": request,
+        "request": plan_request(work, device),
         "device": asdict(device) | {"data_sheet": lookup_device(device.name) is not None},
         "model": _plan_model(job, meta),
         "flops_per_token": _plan_flops(meta.ledger),
-        "linears": _plan_linears(in_float8, device),
-        "prediction": _plan_prediction(in_float8, device, on=on),
+        "linears": _plan_linears(work, device),
+        "prediction": _plan_prediction(work, device),
         "memory": _plan_memory(work, device),
         "schedule": schedule,
     }
@@ -163,7 +136,6 @@ def plan_request(work: Workload, device: DeviceSpec) -> dict[str, Any]:
         **asdict(job.batch),
         "seq_len": config.training.seq_len,
         "steps": config.training.steps,
-        "document_mask": config.training.document_mask,
         "activation_checkpoint": config.activation_checkpoint.label,
         "fsdp_reshard_after_forward": config.parallelism.fsdp_reshard_after_forward,
         "float8_recipe": config.float8.recipe_name if work.converted else None,
@@ -172,7 +144,7 @@ def plan_request(work: Workload, device: DeviceSpec) -> dict[str, Any]:
 
 
 def plan_schedule(work: Workload, step_s: float, *, tps: float | None = None) -> dict[str, Any]:
-    """Return the rate `tps` that a run reached, else that of the predicted `step_s`, and the days
+    """Return the rate `tps` that a run reached, else that of the predicted `step_s`, and the hours
     and GPU-hours of this run and of 10^12 tokens at it."""
     training, degrees = work.job.config.training, work.job.degrees
     tokens = work.job.batch.global_batch_size * training.seq_len / degrees.world_size  # of a device
@@ -182,27 +154,24 @@ def plan_schedule(work: Workload, step_s: float, *, tps: float | None = None) ->
         # The errors of published runs of its kind.
         errors = SPLIT_RATE_RANGE if degrees.cp * degrees.pp > 1 else RATE_RANGE
         tps_range = [tps * each for each in errors]
-    run_hours, trillion_gpu_hours = training.steps * tokens / tps / 3600, 1e12 / tps / 3600
+    run_hours = training.steps * tokens / tps / 3600
     return {
         "origin": origin,
         "tps": tps,
         "tps_range": tps_range,
         "step_s": tokens / tps,
-        "run_days": run_hours / 24,
+        "run_hours": run_hours,
         "run_gpu_hours": run_hours * degrees.world_size,
-        "days_per_trillion_tokens": trillion_gpu_hours / degrees.world_size / 24,
-        "gpu_hours_per_trillion_tokens": trillion_gpu_hours,
+        "gpu_hours_per_trillion_tokens": 1e12 / tps / 3600,
     }
 
 
 def _plan_model(job: Job, meta: MetaModel) -> dict[str, Any]:
     args = job.model_args
-    looked_up = 0 if args.tie_embeddings else args.vocab_size * args.dim
     matrices = args.n_layers * sum(map(math.prod, block_linear_shapes(args).values()))
     widths = state_widths(job.config, matrices / meta.parameters)
     return asdict(args) | {
         "parameters": meta.parameters,
-        "parameters_without_embedding": meta.parameters - looked_up,
         "checkpoint_bytes": round(sum(widths) * meta.parameters),
     }
 
@@ -223,7 +192,7 @@ def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
     return [
         asdict(choice)
         | {
-            "tokens": roofline.tokens,
+            "tokens": work.job.microbatch_tokens,
             "precisions": {
                 each: "fp8" if choice.converted and each in matmuls else "bf16" for each in MATMULS
             },
@@ -233,36 +202,20 @@ def _plan_linears(work: Workload, device: DeviceSpec) -> list[dict[str, Any]]:
     ]
 
 
-def _plan_prediction(work: Workload, device: DeviceSpec, *, on: bool) -> dict[str, Any]:
-    """The time of a step in bf16, and in float8 if the device has it."""
-    gain = predict_gain(work, device)
+def _plan_prediction(work: Workload, device: DeviceSpec) -> dict[str, Any]:
+    """The time of a step in bf16 and in float8, which are the same if no linear is in float8."""
+    gain = work.gain(device)
     found = asdict(gain) | {"speedup": gain.speedup, "speedup_range": gain.speedup_range}
     found["bf16"]["step_s"], found["float8"]["step_s"] = gain.bf16.step_s, gain.float8.step_s
-    if device.fp8_tflops is not None:
-        return found | {"verdict": gain.verdict(on=on)}
-    verdict = f"the {device.name} has no float8 matrix units with a known peak."
-    return found | {"float8": None, "speedup": None, "speedup_range": None, "verdict": verdict}
+    return found | {"verdict": gain.verdict()}
 
 
 def _plan_memory(work: Workload, device: DeviceSpec) -> dict[str, Any]:
-    fits = work.reserved_gib <= device.memory_gib
     return {
         "peak": asdict(work.peak) | {"total": work.peak.total},
         "reserved": round(work.reserved_gib * 2**30),
-        "fits": fits,
-        "would_fit": None if fits else find_fewest_gpus(work, device.memory_gib),
+        "fits": work.reserved_gib <= device.memory_gib,
     }
-
-
-def find_fewest_gpus(work: Workload, memory_gib: float) -> int | None:
-    """Return the number of GPUs from which on the layout fits with full activation checkpointing
-    and more shards, if any."""
-    job, degrees = work.job.choose("activation_checkpoint", mode="full"), work.job.degrees
-    while degrees.dp_shard <= MOST_SHARDS:
-        if replace(work, job=replace(job, degrees=degrees)).reserved_gib <= memory_gib:
-            return degrees.world_size
-        degrees = replace(degrees, dp_shard=2 * degrees.dp_shard)
-    return None
 
 
 def _plan_rates(tps: float, ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:

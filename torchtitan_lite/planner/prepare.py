@@ -20,7 +20,7 @@ from .auto import resolve_auto
 from .constants import CONTEXT_GIB
 from .memory import step_memory
 from .share import Share
-from .workload import build_workload, predict_gain
+from .workload import build_workload
 
 
 def prepare_job(
@@ -57,7 +57,7 @@ def prepare_job(
     if spec is not None and job.config.float8.enable_float8_linear:
         attention = find_attention(job, device=device)
         work = build_workload(job, fused_attention=attention != "MATH")
-        logger.info(f"predicted: {predict_gain(work, spec).verdict()}")
+        logger.info(f"predicted: {work.gain(spec).verdict()}")
     return job, tokenizer
 
 

@@ -12,11 +12,9 @@ from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.metrics.flops import MATMULS
 
 GIB = 2**30
-UNITS = {"days": 1, "hours": 24, "minutes": 24 * 60, "seconds": 24 * 3600}  # in a day
 FIGURES = (
     *("tps", "step_s", "tflops", "mfu", "mfu_bf16_peak", "mfu_fp8_peak", "mfu_arithmetic_peak"),
-    *("hfu", "run_days", "run_gpu_hours"),
-    *("days_per_trillion_tokens", "gpu_hours_per_trillion_tokens"),
+    *("hfu", "run_hours", "run_gpu_hours", "gpu_hours_per_trillion_tokens"),
 )
 SETTINGS = (
     "{layout}. Activation checkpointing {activation_checkpoint}, fsdp_reshard_after_forward "
@@ -30,7 +28,6 @@ ASSUMED = (
     "--node-devices, --network). Ranges hold the middle 80 % of published runs of this kind, "
     "beside their predictions: see docs/published.md."
 )
-BY_HOST = "bound by the host (a guess, the same for bf16 and float8): the speedup says little"
 Plan = Mapping[str, Any]  # what `make_plan` returns, or a section of it
 
 _wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
@@ -51,17 +48,15 @@ def _answer(plan: Plan) -> str:
         rate += " ({} to {})".format(*map(_digits, schedule["tps_range"]))
         before, after = ", " if memory["fits"] else "; if it did, ", "; "
 
-    # The largest unit that is not a fraction, and the verdict without its advice.
-    durations = {unit: schedule["run_days"] * size for unit, size in UNITS.items()}
-    unit = next((each for each in durations if durations[each] >= 2), "seconds")
-    gain, _, _ = plan["prediction"]["verdict"].rstrip(".").partition(";")
-    days = _digits(schedule["days_per_trillion_tokens"])
-    hours = _digits(schedule["gpu_hours_per_trillion_tokens"])
+    hours, gpu_hours, trillion = (
+        _digits(schedule[name])
+        for name in ("run_hours", "run_gpu_hours", "gpu_hours_per_trillion_tokens")
+    )
     return _wrap(
         "{model} on {world_size} x {device}, predicted: ".format_map(request)
         + f"{_fit(plan)}{before}{rate}, {_digits(schedule['step_s'])} s a step, "
-        f"{_digits(durations[unit])} {unit} and {_digits(schedule['run_gpu_hours'])} GPU-hours for "
-        f"{request['steps']:,} steps (10^12 tokens: {days} days, {hours} GPU-hours){after}{gain}."
+        f"{hours} hours and {gpu_hours} GPU-hours for {request['steps']:,} steps "
+        f"(10^12 tokens: {trillion} GPU-hours){after}{plan['prediction']['verdict']}"
     )
 
 
@@ -91,14 +86,10 @@ def _section(title: str, *parts: str) -> str:
     return "\n".join([title, "-" * len(title), *parts])
 
 
-def _is_off(plan: Plan) -> bool:
-    """Return whether float8 is off, but could be on."""
-    return not plan["request"]["float8_recipe"] and plan["prediction"]["float8"] is not None
-
-
 def _time(plan: Plan) -> str:
-    prediction, note = plan["prediction"], ", if on" if _is_off(plan) else ""
-    steps = {"bf16": prediction["bf16"], f"{prediction['recipe']}{note}": prediction["float8"]}
+    prediction, recipe = plan["prediction"], plan["request"]["float8_recipe"]
+    steps = {"bf16": prediction["bf16"]}
+    steps |= {recipe: prediction["float8"]} if recipe else {}
     times = [
         {
             **step["compute_s"],
@@ -107,13 +98,10 @@ def _time(plan: Plan) -> str:
             "hidden: FSDP": step["hidden_s"],
         }
         for step in steps.values()
-        if step
     ]
     rows = [[name, *(f"{1e3 * each[name]:,.1f}" for each in times)] for name in times[0]]
-    header = ["milliseconds", *steps][: len(times) + 1]
     taken = [row for row in rows if set(row[1:]) != {"0.0"}]
-    notes = [BY_HOST] if any(4 * each["waits: host"] > each["step"] for each in times) else []
-    return _section("Time of a step, predicted", _table([header, *taken]), *map(_wrap, notes))
+    return _section("Time of a step, predicted", _table([["milliseconds", *steps], *taken]))
 
 
 def _memory(plan: Plan) -> str:
@@ -126,10 +114,10 @@ def _memory(plan: Plan) -> str:
     ]
     header, note = (f"at its peak, {memory['peak']['name']}", "GiB"), _fit(plan)
     if not memory["fits"]:
-        gpus, full = memory["would_fit"], "activation checkpointing full"
-        fewest = f"{gpus:,} GPUs with {full}" if gpus else f"no number of GPUs, with {full} either"
-        fixes = "lower [training] local_batch_size or seq_len, or [optimizer] state_dtype"
-        note += f"; would fit: {fewest}; or {fixes}, or try --search"
+        note += (
+            "; use more GPUs, activation checkpointing, or a lower [training] local_batch_size or "
+            "seq_len, or [optimizer] state_dtype, or try --search"
+        )
     return _section("Memory of a rank, predicted", _table([header, *rows]), _wrap(note))
 
 
@@ -160,18 +148,12 @@ def _linears(plan: Plan) -> str:
 
     notes = ["fp8/bf16: predicted time of three matmuls and their casts in float8, over bf16"]
     notes += [f"{', '.join(names)} in bf16: {why}" for why, names in reasons.items()]
-    off = f" if {plan['prediction']['recipe']} float8 were on" if _is_off(plan) else ""
-    return _section(f"Linears{off}", _table(rows), *map(_wrap, notes))
+    return _section("Linears", _table(rows), *map(_wrap, notes))
 
 
 def _assumed(plan: Plan) -> str:
-    """Format the settings, what the figures do not cover, and where the rates come from."""
-    request, device = plan["request"], plan["device"]
-    notes = [SETTINGS.format_map(request)]
-    if request["activation_checkpoint"] == "memory_budget":
-        notes.append("The time of what a memory budget recomputes is not counted.")
-    if request["document_mask"]:
-        notes.append("With the document mask, attention counts as if documents were one.")
+    """Format the settings, and where the rates come from."""
+    device, notes = plan["device"], [SETTINGS.format_map(plan["request"])]
     if not device["data_sheet"]:
         name = device["name"]
         notes.append(f"No data sheet of the {name} is known: figures not given are assumed.")

@@ -18,39 +18,19 @@ from torchtitan_lite.config import AUTO, Config, check_config
 from torchtitan_lite.config.job import TokenizerValues, build_job
 
 from .auto import choose_work, name_kept
-from .plan import check_planned, find_fewest_gpus, plan_request, plan_schedule, tokenizer_values
+from .plan import check_planned, plan_request, plan_schedule, tokenizer_values
 from .workload import Workload, build_workload
 
 SHOWN = 5  # layouts in the answer
-CP_DEGREES = (1, 2, 4, 8, 16)
+MOST_CP = 16
 LEAST_TOKENS = 4096  # of a sequence on a rank, where context parallelism is searched
-REPLICATE = "parallelism.data_parallel_replicate_degree"
-SHARD = "parallelism.data_parallel_shard_degree"
-CP = "parallelism.context_parallel_degree"
-TP = "parallelism.tensor_parallel_degree"
-PP = "parallelism.pipeline_parallel_degree"
-MICROBATCH = "parallelism.pipeline_parallel_microbatch_size"  # local_batch_size, where it is used
-ASYNC_TP = "parallelism.enable_async_tensor_parallel"
-LOCAL = "training.local_batch_size"
-GLOBAL = "training.global_batch_size"
-MODE = "activation_checkpoint.mode"
-RESHARD = "parallelism.fsdp_reshard_after_forward"
-FLOAT8 = "float8.enable_float8_linear"
-RECIPE = "float8.recipe_name"
-GATHER = "float8.enable_fsdp_float8_all_gather"
-PRECOMPUTE = "float8.precompute_float8_dynamic_scale_for_fsdp"
-FILTERS = "float8.filter_fqns"
-SEARCHED = (
-    *(REPLICATE, SHARD, CP, TP, ASYNC_TP, PP, LOCAL, MICROBATCH),
-    *(MODE, RESHARD, FLOAT8, RECIPE, GATHER, PRECOMPUTE, FILTERS),
-)
 
-Settings = dict[str, Any]  # values of keys of a config, by dotted name
+Settings = dict[str, dict[str, Any]]  # values of keys of a config, by table
 
 
 @dataclass(frozen=True)
 class Space:
-    """The configs to try: `config` with other values of the keys in SEARCHED that are not `given`.
+    """The configs to try: `config` with other values of keys that are not `given`.
 
     The config must be possible for `world_size` itself: its layout decides the global batch, unless
     that is set."""
@@ -58,73 +38,87 @@ class Space:
     config: Config
     world_size: int
     device: DeviceSpec
-    given: Collection[str] = ()
+    given: Collection[str] = ()  # dotted names
 
     @cached_property
     def tokenizer(self) -> TokenizerValues:
         """Properties of the tokenizer, the same for all configs."""
         return tokenizer_values(self.config.model)
 
-    @cached_property
-    def kept(self) -> Settings:
-        """Settings that are the same in all configs because they are given."""
-        own = flatten(self.config)
-        return {name: own[name] for name in SEARCHED if name in self.given}
-
     def settings(self) -> Iterator[Settings]:
         """Yield the settings of all configs, which train on the same global batch. Tensor
         parallelism stays within a node, and there is a pipeline only if one is given."""
-        sharding, training, kept = self.config.parallelism, self.config.training, self.kept
+        overlaps = self.config.parallelism.enable_async_tensor_parallel
         own = build_job(self.config, world_size=self.world_size, tokenizer=self.tokenizer)
-        total = own.batch.global_batch_size
-        pp, recipes = kept.get(PP, 1), self._recipes()
+        total, seq_len = own.batch.global_batch_size, self.config.training.seq_len
+        (pp,) = self._divisors("parallelism.pipeline_parallel_degree", 1)
         most_tp = math.gcd(self.world_size, self.device.node_devices)
-        most_cp = kept.get(CP, max(1, min(CP_DEGREES[-1], training.seq_len // LEAST_TOKENS)))
+        most_cp = math.gcd(self.world_size, MOST_CP, max(1, seq_len // LEAST_TOKENS))
 
-        for tp, cp in product(self._divisors(TP, most_tp), self._divisors(CP, self.world_size)):
+        tps = self._divisors("parallelism.tensor_parallel_degree", most_tp)
+        cps = self._divisors("parallelism.context_parallel_degree", most_cp)
+        for tp, cp in product(tps, cps):
             dp, left = divmod(self.world_size, pp * tp * cp)
-            if left or cp > most_cp:
+            if left:
                 continue
-            overlap = sharding.enable_async_tensor_parallel and tp > 1
-            layout = {PP: pp, CP: cp, TP: tp, ASYNC_TP: overlap, SHARD: -1, GLOBAL: total}
-            layout |= {MODE: AUTO, RESHARD: AUTO}
-            sizes = self._divisors(REPLICATE, dp), self._divisors(LOCAL, max(1, total // dp))
-            for replicate, local, recipe in product(*sizes, recipes):
-                microbatch = {MICROBATCH: local} if pp > 1 else {}
-                yield layout | {REPLICATE: replicate, LOCAL: local} | microbatch | recipe | kept
+            replicas = self._divisors("parallelism.data_parallel_replicate_degree", dp)
+            batches = self._divisors("training.local_batch_size", max(1, total // dp))
+            for replicate, local, float8 in product(replicas, batches, self._recipes()):
+                layout = {
+                    "data_parallel_replicate_degree": replicate,
+                    "data_parallel_shard_degree": -1,
+                    "context_parallel_degree": cp,
+                    "tensor_parallel_degree": tp,
+                    "enable_async_tensor_parallel": overlaps and tp > 1,
+                    "pipeline_parallel_degree": pp,
+                    "fsdp_reshard_after_forward": AUTO,
+                }
+                if pp > 1:
+                    layout["pipeline_parallel_microbatch_size"] = local
+                yield {
+                    "parallelism": layout,
+                    "training": {"local_batch_size": local, "global_batch_size": total},
+                    "activation_checkpoint": {"mode": AUTO},
+                    "float8": float8,
+                }
 
     def _divisors(self, name: str, number: int) -> list[int]:
         """Return the divisors of `number`, or the given value of the key."""
-        if name in self.kept:
-            return [self.kept[name]]
+        if name in self.given:
+            return [flatten(self.config)[name]]
         return [each for each in range(1, number + 1) if number % each == 0]
 
-    def _recipes(self) -> list[Settings]:
-        """Return bf16, and each recipe for the linears that it makes faster."""
-        float8, offload = self.config.float8, self.config.training.enable_cpu_offload
-        filters = tuple(each for each in float8.filter_fqns if each != AUTO)
-        choices: list[Settings] = [{FLOAT8: False}]
-        for name, recipe in RECIPES.items():
-            in_float8 = {
-                FLOAT8: True,
-                RECIPE: name,
-                GATHER: recipe.gathers_float8,
-                PRECOMPUTE: recipe.gathers_float8 and not offload,
-                FILTERS: (*filters, AUTO),
-            }
-            choices.append(in_float8)
+    def _recipes(self) -> list[dict[str, Any]]:
+        """Return [float8] for bf16, and for each recipe and the linears that it makes faster, as
+        far as they are not given."""
+        own, given, bf16 = self.config.float8, self.given, {"enable_float8_linear": False}
+        is_given = "float8.enable_float8_linear" in given
+        if is_given and not own.enable_float8_linear:
+            return [bf16]
 
-        # Those that agree with what is given.
-        given = {name: self.kept[name] for name in (FLOAT8, RECIPE) if name in self.kept}
-        return [each for each in choices if (given | each).items() >= given.items()]
+        offload = self.config.training.enable_cpu_offload
+        filters = (*(each for each in own.filter_fqns if each != AUTO), AUTO)
+        in_float8: list[dict[str, Any]] = []
+        recipes = {own.recipe_name: own.recipe} if "float8.recipe_name" in given else RECIPES
+        for name, recipe in recipes.items():
+            gathers = recipe.gathers_float8
+            keys = {
+                "enable_float8_linear": True,
+                "recipe_name": name,
+                "enable_fsdp_float8_all_gather": gathers,
+                "precompute_float8_dynamic_scale_for_fsdp": gathers and not offload,
+                "filter_fqns": filters,
+            }
+            in_float8.append(keys)
+        return in_float8 if is_given else [bf16, *in_float8]
 
     def candidate(self, settings: Settings) -> Workload:
         """Return the workload of the config with `settings`, and with the best values in place of
-        "auto". Raises ConfigError if training does not accept it."""
+        "auto". Raises ConfigError if training does not accept it, or no linear gains by float8."""
         config = self.config
-        for name, value in settings.items():
-            table, key = name.split(".")
-            section = getattr(config, table).model_copy(update={key: value})
+        for table, values in settings.items():
+            tried = {key: values[key] for key in values if f"{table}.{key}" not in self.given}
+            section = getattr(config, table).model_copy(update=tried)
             config = config.model_copy(update={table: section})
         if problems := check_config(config, world_size=self.world_size):
             raise ConfigError("\n".join(problems))
@@ -132,13 +126,17 @@ class Space:
         job = build_job(config, world_size=self.world_size, tokenizer=self.tokenizer)
 
         work = choose_work(job, device=self.device, memory_gib=self.device.memory_gib)
+        if config.float8.enable_float8_linear and not work.converted:
+            raise ConfigError(
+                "[float8] enable_float8_linear = true makes no linear faster; unset it."
+            )
         if config.float8.enable_float8_linear and AUTO in config.float8.filter_fqns:
             work = build_workload(name_kept(work.job, work.choices))
         return work
 
 
-def flatten(config: Config) -> Settings:
-    """Return the values of all keys."""
+def flatten(config: Config) -> dict[str, Any]:
+    """Return the values of all keys, by their dotted names."""
     tables = config.model_dump()
     return {f"{table}.{key}": value for table in tables for key, value in tables[table].items()}
 
@@ -158,12 +156,7 @@ def find_candidates(space: Space) -> list[Workload]:
             bar.update()
     if not found:
         raise refused[0]
-
-    # Float8 without a linear is bf16, which is a candidate too, unless float8 is given.
-    distinct = [
-        each for each in found if each.converted or not each.job.config.float8.enable_float8_linear
-    ]
-    return distinct or found
+    return found
 
 
 def make_search(space: Space) -> dict[str, Any]:
@@ -173,12 +166,10 @@ def make_search(space: Space) -> dict[str, Any]:
     fitting = [each for each in candidates if each.reserved_gib <= device.memory_gib]
     if not fitting:
         closest = min(candidates, key=lambda each: each.reserved_gib)
-        gpus = find_fewest_gpus(closest, device.memory_gib)
         raise ConfigError(
             f"nothing fits: {closest.job.model_name} on --world-size {space.world_size} reserves "
             f"at least {closest.reserved_gib:,.1f} GiB of the {device.memory_gib:g} of the "
-            f"{device.name}; it would fit {gpus or 'no number of'} GPUs; lower [training] seq_len, "
-            "or use more."
+            f"{device.name}; lower [training] seq_len, or use more GPUs."
         )
 
     layouts = [_describe(each, space) for each in fitting]
@@ -188,7 +179,7 @@ def make_search(space: Space) -> dict[str, Any]:
     return {
         "request": {
             "memory_gib": device.memory_gib,
-            "kept": list(space.kept),
+            "kept": sorted(space.given),
             "fitting": len(fitting),
         },
         "layouts": ranked[:SHOWN] + [each for each in best_bf16 if each["rank"] > SHOWN],

@@ -63,17 +63,16 @@ class Share:
         self.weights = self.blocks * self.block + self.embedding + self.output
         self.matrices = self.blocks * sum(sizes.values()) // self.tp
         self.weight_width, self.state_width = state_widths(config, self.matrices / self.weights)
-        self.update_bytes = 6 * self.weight_width + 2 * self.state_width
 
-        # Whether weights stay gathered from the forward to the backward pass, and are then cast to
-        # float8 once for all microbatches; and whether they are cast before a microbatch at all.
+        # Whether weights stay gathered from the forward to the backward pass, and how often a step
+        # casts them to float8 after they were gathered.
         self.without_fsdp, self.pipelined = without_fsdp(job), job.degrees.pp > 1
         reshard = resharding(config.parallelism, pipelined=self.pipelined)
         self.stays = self.without_fsdp or reshard == "never"
         recipe, all_gather = config.float8.recipe, config.float8.enable_fsdp_float8_all_gather
         several = self.microbatches > 1 or recipe.gathers_float8
-        self.casts_once = self.stays and several and (self.without_fsdp or not all_gather)
-        self.casts_before = self.casts_once or all_gather
+        once = self.stays and several and (self.without_fsdp or not all_gather)
+        self.weight_casts = 1 if once else 0 if all_gather else self.microbatches
 
         # Bytes of an element of a gathered weight, and of a block, as it is gathered and as it is
         # kept: float8 has one for each of a weight's casts, two if each matmul has its own. Without
@@ -83,9 +82,8 @@ class Share:
         in_float8 = sum(sizes[name] for name in self.float8_linears) // self.tp
         uncast, casts = self.gathered_width * self.block, 1 if recipe.gathers_float8 else 2
         cast = uncast + (casts - self.gathered_width) * in_float8
-        self.in_float8 = in_float8 if all_gather else 0
         self.gathered_block = cast if all_gather else uncast
-        self.kept_block = cast if self.casts_before else uncast
+        self.kept_block = cast if once or all_gather else uncast
 
         # How often a step reduces all gradients.
         self.schedule = config.parallelism.pipeline_parallel_schedule

@@ -13,12 +13,12 @@ from functools import cached_property
 
 from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.catalog.flavors import BLOCK_LINEARS, OUTPUT, block_linear_shapes
+from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE
 from torchtitan_lite.config.job import Job
 from torchtitan_lite.float8.selection import LinearChoice
 from torchtitan_lite.metrics.flops import MATMULS
 
-from .casts import Casts, casts_of
-from .constants import Rates
+from .constants import COMPILED, EAGER, Casts, Rates
 from .share import Share
 
 TENSOR, CONTEXT, SHARDING = "tensor parallelism", "context parallelism", "FSDP"
@@ -33,11 +33,6 @@ class Roofline:
     rates: Rates
     job: Job
     recomputed: frozenset[str] = frozenset()  # modules whose forward the backward pass runs again
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a microbatch."""
-        return self.job.microbatch_tokens
 
     @property
     def checkpointed(self) -> int:
@@ -61,17 +56,16 @@ class Roofline:
 
     @property
     def casts(self) -> Casts:
-        """The casts of the recipe."""
-        return casts_of(self.job.config.float8.recipe_name, compiled=self.compiled)
+        """The casts of the recipe; those of the default recipe if nobody has counted its own."""
+        recipe = self.job.config.float8.recipe_name
+        counted = self.compiled or recipe == "mxfp8"
+        return COMPILED.get(recipe, COMPILED[DEFAULT_RECIPE]) if counted else EAGER
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Bytes that a microbatch moves per element of a weight to cast it: none if FSDP gathers
-        weights in float8, after casts of shards."""
-        share, casts = Share(self.job, ()), self.casts
-        if share.casts_once:
-            return casts.weight_once / share.microbatches
-        return 0.0 if share.casts_before else casts.weight
+        """Bytes that a microbatch moves per element of a weight to cast it."""
+        share = Share(self.job, ())
+        return self.casts.weight * share.weight_casts / share.microbatches
 
     # ----- Kernels and collectives -----
 
@@ -116,7 +110,8 @@ class Roofline:
 
     def linear_s(self, linear: LinearChoice, *, fp8: bool) -> float:
         """Seconds of the three matmuls of all linears of a kind, in float8 with their casts."""
-        m, (n, k), recipe = self.tokens, linear.local_shape, self.job.config.float8.recipe
+        m, (n, k) = self.job.microbatch_tokens, linear.local_shape
+        recipe = self.job.config.float8.recipe
         fast = 1.0 if recipe.gathers_float8 else self.rates.row_scales
         slow = max(fast, self.rates.slow_accumulation)
         shapes = ((m, n, k), fast), ((m, k, n), slow), ((n, k, m), slow)
@@ -161,7 +156,7 @@ class Roofline:
         job, fraction = self.job, f"attention_{kernel or self.runs_attention_in}"
         rate = self.device.bf16_tflops * 1e12 * getattr(self.rates, fraction)
         seq_len, args = job.config.training.seq_len, job.model_args
-        matmul = self.tokens * seq_len * args.q_dim / job.degrees.tp / rate
+        matmul = self.job.microbatch_tokens * seq_len * args.q_dim / job.degrees.tp / rate
         again = sum(name.endswith(".attention") for name in self.recomputed)
         return matmul * (7 * args.n_layers + 2 * again)
 
@@ -174,12 +169,12 @@ class Roofline:
         forward = 9 * args.dim + 2 * heads + 3 * args.ffn_dim  # elements a token
         backward = 12 * args.dim + 2 * heads + 5 * args.ffn_dim
         elements = (n_layers + self.checkpointed) * forward + n_layers * backward
-        nbytes = (2 if self.compiled else 4) * self.tokens * elements
+        nbytes = (2 if self.compiled else 4) * self.job.microbatch_tokens * elements
         return self.move_s(nbytes / self.job.degrees.tp)
 
     def loss_s(self) -> float:
         """Seconds of the cross-entropy and its gradient, beside the matmuls of the projection."""
-        logits = self.tokens * self.job.model_args.vocab_size
+        logits = self.job.microbatch_tokens * self.job.model_args.vocab_size
         if not self.job.config.parallelism.disable_loss_parallel:
             logits //= self.job.degrees.tp
         return self.move_s((8 if self.job.config.compile.covers("loss") else 26) * logits)
@@ -211,7 +206,7 @@ class Roofline:
         """Seconds in which keys and values of whole sequences are gathered and their gradients
         reduced, with the copies around them. Activation checkpointing keeps none of them."""
         cp, tp, args = self.job.degrees.cp, self.job.degrees.tp, self.job.model_args
-        whole = 2 * 2 * cp * self.tokens * args.kv_dim // tp  # bytes
+        whole = 2 * 2 * cp * self.job.microbatch_tokens * args.kv_dim // tp  # bytes
         one_way = self.gather_s(whole, cp, tp) + self.move_s(3 * whole)
         return (2 * args.n_layers + self.checkpointed) * one_way
 
@@ -290,7 +285,8 @@ def _update_s(roofline: Roofline, share: Share) -> float:
     gathered = share.gathers * (2 * share.gathered + 10 * weights / fsdp)
     added = share.microbatches - share.reductions
     gradients = (6 * share.reductions + 10 * added) * weights
-    return roofline.move_s(share.update_bytes * weights / fsdp + gathered + gradients)
+    update = (6 * share.weight_width + 2 * share.state_width) * weights / fsdp
+    return roofline.move_s(update + gathered + gradients)
 
 
 def _newton_schulz_s(roofline: Roofline, share: Share) -> float:

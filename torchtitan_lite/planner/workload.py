@@ -17,6 +17,36 @@ from .time import Roofline, StepTime, time_step
 
 
 @dataclass(frozen=True)
+class Gain:
+    """Times of a step in bf16, and in float8 with the linears that are converted."""
+
+    recipe: str
+    bf16: StepTime
+    float8: StepTime
+
+    @property
+    def speedup(self) -> float:
+        """Time in bf16 over time in float8: above 1 float8 pays."""
+        return self.bf16.step_s / self.float8.step_s
+
+    @property
+    def speedup_range(self) -> tuple[float, float]:
+        """The range of the speedup by the errors of published runs."""
+        return self.speedup * SPEEDUP_RANGE[0], self.speedup * SPEEDUP_RANGE[1]
+
+    def verdict(self) -> str:
+        """Return the gain in one sentence. Float8 helps or hurts where the whole range says so."""
+        if self.float8 == self.bf16:
+            return "no linear is in float8: it is off, or filters or predictions keep all in bf16."
+        low, high = self.speedup_range
+        effect = "helps" if low > 1 else "hurts" if high < 1 else "may help or hurt"
+        return (
+            f"{self.recipe} float8 {effect}: a step runs at {self.speedup:.2f}x the speed of bf16 "
+            f"({low:.2f} to {high:.2f})."
+        )
+
+
+@dataclass(frozen=True)
 class Workload:
     """What decides the time and the memory of a job's step, apart from the device."""
 
@@ -36,6 +66,11 @@ class Workload:
     def time(self, device: DeviceSpec) -> StepTime:
         """Time a step as converted."""
         return time_step(self.roofline(device), self.choices, self.converted)
+
+    def gain(self, device: DeviceSpec) -> Gain:
+        """Predict what float8 gains over bf16."""
+        bf16 = time_step(self.roofline(device), self.choices, [])
+        return Gain(self.job.config.float8.recipe_name, bf16, self.time(device))
 
     @cached_property
     def peak(self) -> Moment:
@@ -78,68 +113,14 @@ def _slower_linears(
         )
     # What is recomputed depends on the linears in float8: "auto" compares what bf16 recomputes.
     roofline = Roofline(device, rates_of(device), job, find_recomputed(job, []))
-    chosen = _fastest(roofline, linears, linears)
+
+    # Reductions of scales and gathers in float8 can make all linears faster together, or none.
+    chosen = min(
+        (roofline.choose(linears), linears, ()),
+        key=lambda each: time_step(roofline, linears, each).step_s,
+    )
     return {
         linear.kind: f"auto: {roofline.ratio(linear):.2f}x the time of bf16"
         for linear in linears
         if linear not in chosen
     }
-
-
-def _fastest(
-    roofline: Roofline, linears: Sequence[LinearChoice], in_float8: Sequence[LinearChoice]
-) -> Sequence[LinearChoice]:
-    """Return which of `in_float8` make a step with `linears` the fastest: those that gain, all, or
-    none. Reductions of scales and gathers in float8 can make all faster together, or none."""
-    return min(
-        (roofline.choose(in_float8), in_float8, ()),
-        key=lambda chosen: time_step(roofline, linears, chosen).step_s,
-    )
-
-
-@dataclass(frozen=True)
-class Gain:
-    """Times of a step in bf16, and in float8 with the linears that are converted."""
-
-    recipe: str
-    bf16: StepTime
-    float8: StepTime
-    better_kept: list[str] | None  # linears in float8 that bf16 makes faster; None: all are in bf16
-
-    @property
-    def speedup(self) -> float:
-        """Time in bf16 over time in float8: above 1 float8 pays."""
-        return self.bf16.step_s / self.float8.step_s
-
-    @property
-    def speedup_range(self) -> tuple[float, float]:
-        """The range of the speedup by the errors of published runs."""
-        return self.speedup * SPEEDUP_RANGE[0], self.speedup * SPEEDUP_RANGE[1]
-
-    def verdict(self, *, on: bool = True) -> str:
-        """Return the gain in one sentence, of float8 that is `on` or could be. It helps or hurts
-        where the whole range says so."""
-        if self.better_kept is None:
-            return f"{self.recipe} float8 has no linear: filters keep all in bf16, or it is slower."
-        low, high = self.speedup_range
-        effect = "may help or hurt"
-        if low > 1 or high < 1:
-            verb = "help" if low > 1 else "hurt"
-            effect = f"{verb}s" if on else f"would {verb}"
-        return (
-            f"{self.recipe} float8 {effect}: a step {'runs' if on else 'would run'} at "
-            f"{self.speedup:.2f}x the speed of bf16 ({low:.2f} to {high:.2f}); keep "
-            f"{', '.join(self.better_kept) or 'no linear'} in bf16."
-        )
-
-
-def predict_gain(work: Workload, device: DeviceSpec) -> Gain:
-    """Predict what float8 gains over bf16."""
-    roofline, in_float8 = work.roofline(device), work.converted
-    chosen = _fastest(roofline, work.choices, in_float8)
-    return Gain(
-        recipe=work.job.config.float8.recipe_name,
-        bf16=time_step(roofline, work.choices, []),
-        float8=time_step(roofline, work.choices, in_float8),
-        better_kept=[each.kind for each in in_float8 if each not in chosen] if in_float8 else None,
-    )
