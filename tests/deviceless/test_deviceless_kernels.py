@@ -26,10 +26,10 @@ GRAD_OUTPUTS = M * (3 * D + 2 * KV + 2 * F)
 class Traffic(NamedTuple):
     """MiB that kernels move by how they access memory, and their number."""
 
-    contiguous: float
-    transposing: float
-    strided: float
-    kernels: float
+    contiguous: float = 0.0
+    transposing: float = 0.0
+    strided: float = 0.0
+    kernels: float = 0.0
 
     @property
     def equivalent(self) -> float:
