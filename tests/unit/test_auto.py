@@ -127,7 +127,7 @@ def test_70b_accumulates_gradients_on_64_gpus() -> None:
     args = dataclasses.replace(FLAVORS["3-70B"], max_seq_len=8192)
     job = job_of(config_of(8 * 64, **AUTO_GATHERED), args, degrees=(1, 64, 1))
     best = choose_work(job, device=H100, memory_gib=80)
-    assert best.reserved_gib == pytest.approx(45.5, abs=0.1)
+    assert best.reserved_gib == pytest.approx(46.6, abs=0.1)
     assert best.job.config.parallelism.fsdp_reduce_gradients == "each"
 
 

@@ -54,10 +54,14 @@ def step_memory(share: Share) -> list[Moment]:
     waiting = round((_in_flight(share) - 1) * each)  # of other microbatches
     moments = [_loss(share, waiting + each)] if share.has_output else []
 
-    # Memory can peak at the second to last block, beside which FSDP scatters the last block's
-    # gradients, and at the first.
-    scattered, new = _new_gradients(share)
-    for name, before in ("second to last block", max(0, share.blocks - 2)), ("first block", 0):
+    # Memory can peak at the last block, beside which FSDP scatters the output's gradients, at the
+    # one before it, beside which it scatters the last block's, and at the first.
+    for name, before, behind in (
+        ("last block", share.blocks - 1, share.output),
+        ("second to last block", max(0, share.blocks - 2), share.block),
+        ("first block", 0, share.block),
+    ):
+        scattered, new = _new_gradients(share, behind)
         kept, there = waiting + each * before // share.blocks, _gathered(share, before)
         left = (before + 1) * share.block + share.embedding
         for part, working, buffers in (
@@ -80,7 +84,8 @@ def _moment(share: Share, name: str, left: int | None, *, buffers: int = 0, **pa
     # has sent, it keeps too.
     sides = 2 * len(share.job.stages) // share.job.degrees.pp
     received = (sides - share.has_embedding - share.has_output) * share.residual
-    received *= share.microbatches * (2 if share.schedule == INTERLEAVED else 1)
+    sent = share.microbatches - _in_flight(share) if share.schedule == INTERLEAVED else 0
+    received = round(received * (share.microbatches + sent))
     return Moment(
         name,
         parameters,
@@ -114,15 +119,15 @@ def _gathered(share: Share, before: int) -> int:
     return share.kept_block * blocks + ends
 
 
-def _new_gradients(share: Share) -> tuple[int, int]:
-    """Bytes of a block's gradients: those that FSDP scatters while the next ones are computed, with
+def _new_gradients(share: Share, behind: int) -> tuple[int, int]:
+    """Bytes of gradients at a block: those of the weights `behind` it, which FSDP scatters, with
     what it then adds to the sums of earlier microbatches; and new ones, in the compute type and, in
     place of the gathered weights and of what is scattered, in the reduced one."""
     gradients, reduced = share.width * share.block, share.reduce_width * share.block
     if share.without_fsdp:
         return 0, max(gradients, reduced - share.gathered_width * share.block)
-    added = _sharded(share, share.block) if share.reductions > 1 else 0
-    scattered = 0 if share.pipelined else reduced + added
+    added = _sharded(share, behind) if share.reductions > 1 else 0
+    scattered = 0 if share.pipelined else share.reduce_width * behind + added
     return scattered, gradients + max(scattered, reduced - gradients)
 
 
