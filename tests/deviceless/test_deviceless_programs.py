@@ -87,8 +87,9 @@ def test_gpu_day_times_every_kernel_and_keeps_results_that_plans_read(tmp_path: 
     assert results["rates"].keys() | results["implausible"].keys() <= kinds - set(failed)
     add_measured(find_device("H100 SXM"), out / "results.json")
 
-    # Which scales ran: tensors' in two kinds of matmuls, and rows' in one.
+    # Which scales ran: tensors' in two kinds of matmuls, and rows' in one. How often each is timed
+    # depends on the host.
     matmuls = float8_matmuls(done.calls)
     by_scales = {name.partition("scales: ")[2]: n for name, n in matmuls.items()}
     assert by_scales.keys() == {"tensor, tensor", "row, row"}
-    assert by_scales["tensor, tensor"] == pytest.approx(2 * by_scales["row, row"], rel=0.05)
+    assert by_scales["tensor, tensor"] == pytest.approx(2 * by_scales["row, row"], rel=0.15)
