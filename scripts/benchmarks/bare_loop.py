@@ -34,7 +34,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torchtitan_lite.base.errors import ConfigError, run_script
 from torchtitan_lite.catalog.flavors import ModelArgs
-from torchtitan_lite.catalog.lr_schedule import lr_factor
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import Config, load_config, resolve_batch
 from torchtitan_lite.models.init import init_weights
@@ -145,9 +144,7 @@ def train(config: Config, *, our_loss: bool) -> None:
     )
 
     for step, (tokens, labels) in enumerate(batches, start=1):
-        keys = config.lr_scheduler.model_dump(exclude={"decay_type"})
-        keys |= {"decay": config.lr_scheduler.decay, "training_steps": config.training.steps}
-        factor = lr_factor(step, **keys)
+        factor = config.lr_scheduler.factor(step, training_steps=config.training.steps)
         for group in optimizer.param_groups:
             group["lr"] = settings.lr * factor
         loss = loss_fn(tokens.to(device), labels.to(device))

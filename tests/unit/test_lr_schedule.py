@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from torchtitan_lite.catalog.lr_schedule import DECAYS, lr_factor
+from torchtitan_lite.catalog.lr_schedule import DECAYS
 from torchtitan_lite.config import LRSchedulerConfig
 
 # ----- lr_factor, DECAYS -----
@@ -13,8 +13,7 @@ from torchtitan_lite.config import LRSchedulerConfig
 def factors(steps: int, *, of: int | None = None, **schedule: object) -> list[float]:
     """Shares of the peak in the first `steps` steps of a run of `of`, by default the same."""
     config = LRSchedulerConfig(**schedule)
-    keys = config.model_dump(exclude={"decay_type"}) | {"decay": config.decay}
-    return [lr_factor(step, training_steps=of or steps, **keys) for step in range(1, steps + 1)]
+    return [config.factor(step, training_steps=of or steps) for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize(

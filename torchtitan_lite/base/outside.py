@@ -13,10 +13,9 @@ def load_outside(key: str, reference: str) -> tuple[ModuleType, Any]:
     """Return the module, and the object, that `reference`, such as "my_project.losses:z_loss",
     names for `key`, such as "[training] loss"; None as the object if it names a module only.
     Python searches the working directory last. Raises ConfigError."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)  # last: a random.py there must not hide the standard library's
     name, colon, attribute = reference.partition(":")
+    if name not in sys.modules and (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # last: a random.py there must not hide the standard library's
     try:
         module = importlib.import_module(name)
     except Exception as error:

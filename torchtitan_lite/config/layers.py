@@ -68,10 +68,10 @@ def shipped_configs() -> list[str]:
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
-def find_config(name: str, *, what: str = "", folder: Path = Path()) -> Path:  # noqa: B008
+def find_config(name: str, *, what: str = "", folder: str | Path = "") -> Path:
     """Return the path of a config: a file, by default in `folder`, or else the shipped config of
     that name. Raises ConfigError, which begins with `what`."""
-    path = folder / expand_user(name, what=what or f"--{CONFIG_FILE} {name}: ")
+    path = Path(folder, expand_user(name, what=what or f"--{CONFIG_FILE} {name}: "))
     shipped = SHIPPED / f"{name.removesuffix('.toml')}.toml"
     is_name = "/" not in name and not path.is_file()
     return shipped if is_name and shipped.exists() else path

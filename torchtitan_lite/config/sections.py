@@ -11,7 +11,7 @@ import tomli_w
 from pydantic import Field, Strict
 
 from torchtitan_lite.base.outside import check_outside, load_object
-from torchtitan_lite.catalog.lr_schedule import DECAYS
+from torchtitan_lite.catalog.lr_schedule import DECAYS, lr_factor
 from torchtitan_lite.catalog.recipes import DEFAULT_RECIPE, RECIPES, Recipe
 from torchtitan_lite.catalog.schedules import DEFAULT_SCHEDULE
 
@@ -141,6 +141,11 @@ class LRSchedulerConfig(Section):
             return DECAYS[self.decay_type]
         decay: Callable[[float], float] = load_object("[lr_scheduler] decay_type", self.decay_type)
         return decay
+
+    def factor(self, step: int, *, training_steps: int) -> float:
+        """Return the learning rate of `step` (1-based) as a share of its peak."""
+        keys = self.model_dump(exclude={"decay_type"})
+        return lr_factor(step, training_steps=training_steps, decay=self.decay, **keys)
 
 
 class DatasetConfig(Section):

@@ -117,8 +117,9 @@ def convert_to_float8(
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     patterns = tuple(each for each in keep if any(matches(each, name) for name in names))
     float8 = Float8Config(enable_float8_linear=True, recipe_name=recipe_name, filter_fqns=patterns)
-    divides = float8.recipe.divides_tokens
-    choices = select_linears(model, float8, tp_degree=1, tokens=tokens if divides else None)
+
+    # Choose, then swap.
+    choices = select_linears(model, float8, tp_degree=1, tokens=tokens)
     device = next(model.parameters()).device
     convert_linears(model, choices, float8=float8, emulate=must_emulate(float8, device=device))
     return dict.fromkeys(converted_names(choices), float8.recipe.matmuls)

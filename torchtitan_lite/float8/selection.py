@@ -53,11 +53,13 @@ def select_linears(
 ) -> list[LinearChoice]:
     """Decide for every nn.Linear of `model`, not yet sharded, whether it trains in float8.
 
-    `tokens` is M; None if it needs no check. With "auto" among the filters, linears that float8
+    `tokens` is M; None if it is not known. With "auto" among the filters, linears that float8
     cannot multiply are kept in high precision, and the kinds for which `slower` returns a reason.
 
     Raises ConfigError for a filter that matches nothing, or that contradicts convert_output, and
     for sizes that are no multiple of the recipe's."""
+    if float8.pad_inner_dim or not float8.recipe.divides_tokens:
+        tokens = None  # any number fits
     patterns = [pattern for pattern in float8.filter_fqns if pattern != AUTO]
     choices, errors = _apply_filters(model, patterns, tp_degree, float8.convert_output)
 

@@ -74,12 +74,11 @@ def choose_linears(
     if not float8.enable_float8_linear:
         off = float8.model_copy(update={"filter_fqns": (AUTO,)})
         float8, slower = off, lambda linears: {each.kind: "float8 is off" for each in linears}
-    any_tokens = float8.pad_inner_dim or not float8.recipe.divides_tokens
     return select_linears(
         _on_meta(job.model_args),
         float8,
         tp_degree=job.degrees.tp,
-        tokens=None if any_tokens else job.microbatch_tokens,
+        tokens=job.microbatch_tokens,
         slower=slower,
     )
 

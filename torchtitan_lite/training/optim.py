@@ -14,7 +14,6 @@ from torch.nn import Parameter
 
 from torchtitan_lite import patches
 from torchtitan_lite.base.outside import check_outside, load_object
-from torchtitan_lite.catalog.lr_schedule import lr_factor
 from torchtitan_lite.checkpoint.manifest import TrainingProgress
 from torchtitan_lite.config import Config, OptimizerConfig, TrainingConfig, matches_parameter
 from torchtitan_lite.models.init import local_part
@@ -84,8 +83,7 @@ def set_learning_rate(
     """Set the learning rate of `step` (1-based) in all groups, and return it without their factors.
     Raises ConfigError for a decay from outside that is no finite number."""
     scheduler = config.lr_scheduler
-    keys = scheduler.model_dump(exclude={"decay_type"}) | {"decay": scheduler.decay}
-    lr = config.optimizer.lr * lr_factor(step, training_steps=last_step, **keys)
+    lr = config.optimizer.lr * scheduler.factor(step, training_steps=last_step)
     rule = f"must return a number from 1 to 0: at step {step} the learning rate would be {lr}"
     check_outside("[lr_scheduler] decay_type", scheduler.decay_type, math.isfinite(lr), rule)
     for group in optimizer.param_groups:
