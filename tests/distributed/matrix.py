@@ -308,6 +308,16 @@ def train_cells(cells: Iterable[Cell], folder: Path) -> dict[str, str]:
     return failed
 
 
+def whole_and_in_parts(name: str, words: Sequence[str], *, folder: Path) -> dict[str, list[str]]:
+    """Runs in `folder` with the overrides `words`: of 8 steps, and of 4 that go on to 8."""
+    resumed = f"--job.dump_folder={folder}/{name} in parts"
+    return {
+        f"{name} whole": [*words, f"{STEPS}=8"],
+        f"{name} in parts": [*words, f"{STEPS}=4"],
+        f"{name} resumed": [*words, f"{STEPS}=8", resumed],
+    }
+
+
 def crash(cell: Cell, failed: dict[str, str]) -> str:
     """What train_cells returned of a cell or of its reference; "" if both ended."""
     printed = [failed.get(each.name, "") for each in (cell.reference, cell) if each is not None]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from launching import FOLDER, finish, read_losses, told, train_together
-from matrix import CP, EVENLY, FLOAT8_GATHER, HSDP, PP, STEPS, TP
+from matrix import CP, EVENLY, FLOAT8_GATHER, HSDP, PP, STEPS, TP, whole_and_in_parts
 
 MUON = "--optimizer.name=Muon"
 UNEVEN = "--model.ffn_dim=206"  # of 2 * 2 or 4 shards some are smaller
@@ -69,10 +69,7 @@ def test_muon_resumes_to_the_bit_and_in_another_layout(tmp_path: Path) -> None:
     variants = {"plain": [f"{TP}=2"], "gathered": FLOAT8_GATHER}
     runs = {}
     for name, settings in variants.items():
-        runs[f"{name} whole"] = [*common, *settings, f"{STEPS}=8"]
-        runs[f"{name} in parts"] = [*common, *settings, f"{STEPS}=4"]
-        folder = f"--job.dump_folder={tmp_path}/{name} in parts"
-        runs[f"{name} resumed"] = [*common, *settings, f"{STEPS}=8", folder]
+        runs |= whole_and_in_parts(name, [*common, *settings], folder=tmp_path)
     train_together(tmp_path, runs, processes=4)
     for name in variants:
         whole = read_losses(tmp_path / f"{name} whole")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launching import read_losses, train_together
-from matrix import STEPS
+from matrix import STEPS, whole_and_in_parts
 
 GATHERED = ["--float8.enable_float8_linear", "--float8.enable_fsdp_float8_all_gather"]
 
@@ -23,10 +23,7 @@ def test_bfloat16_moments_are_sharded_saved_and_resumed(tmp_path: Path) -> None:
     for name, settings in variants.items():
         if name != "weights":
             runs[f"{name} float32"] = [*common, *settings, f"{STEPS}=8"]
-        runs[f"{name} whole"] = [*bfloat16, *settings, f"{STEPS}=8"]
-        runs[f"{name} in parts"] = [*bfloat16, *settings, f"{STEPS}=4"]
-        folder = f"--job.dump_folder={tmp_path}/{name} in parts"
-        runs[f"{name} resumed"] = [*bfloat16, *settings, f"{STEPS}=8", folder]
+        runs |= whole_and_in_parts(name, [*bfloat16, *settings], folder=tmp_path)
     train_together(tmp_path, runs, processes=2)
     for name in variants:
         whole = read_losses(tmp_path / f"{name} whole")
