@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError, run_script
 from torchtitan_lite.config import load_config
-from torchtitan_lite.planner.plan import find_device, make_plan
+from torchtitan_lite.planner.plan import find_device, plan
 
 ROOT = Path(__file__).parents[1]
 WORLD_SIZE = 8
@@ -45,8 +45,8 @@ def list_bars(file: str, tps: float) -> list[Bar]:
     config = load_config(
         ["--job.config_file", str(ROOT / "train_configs" / file)], world_size=WORLD_SIZE
     )
-    plan = make_plan(config, world_size=WORLD_SIZE, device=find_device("H100 SXM"), tps=tps)
-    flops, percents, device = plan["flops_per_token"], plan["schedule"], plan["device"]
+    found = plan(config, world_size=WORLD_SIZE, device=find_device("H100 SXM"), tps=tps)
+    flops, percents, device = found["flops_per_token"], found["schedule"], found["device"]
     peaks = {
         "bf16": device["bf16_tflops"],
         "fp8": device["fp8_tflops"],

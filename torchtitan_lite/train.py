@@ -63,7 +63,7 @@ from torchtitan_lite.run.watchdog import Watchdog
 from torchtitan_lite.training.trainer import Trainer
 
 
-def run(config: Config) -> int:
+def run_training(config: Config) -> int:
     """Train with `config` in this process, one of those that torchrun has started. Return the exit
     code, 0 or that of a stop by a signal. Raises RunError."""
     init_logger()
@@ -108,9 +108,6 @@ def join_and_train(config: Config, watchdog: Watchdog, folder: RunFolder) -> str
     # Lock the run folder, and find the checkpoint to continue from.
     resume = open_folder(config, folder)
     logger.info(f"run folder: {folder.path}")
-    if (minutes := config.job.max_minutes) is not None:
-        watchdog.deadline = folder.started + 60 * minutes
-        watchdog.deadline_cause = f"the time limit ([job] max_minutes = {minutes:g})"
 
     # Derive the job, the single source of truth from here on.
     job, tokenizer = prepare_job(config, device=device, resume=resume)
@@ -229,7 +226,7 @@ def main() -> None:
         config = load_config(sys.argv[1:], world_size=world_size)
         on_gpu = torch.cuda.is_available()
         check_compiler(os.environ, compiles=config.compile.enable, on_gpu=on_gpu)
-        exit_code = run(config)
+        exit_code = run_training(config)
     except RunError as error:
         # At info level only LOG_RANK's ranks print it: most ranks have the same error.
         logger.info(f"error:\n{error}")

@@ -6,8 +6,7 @@ python scripts/benchmarks/gpu_day.py table FILE         tables for docs/performa
 Parts, the most important first: kernels, tests, rows, profile. Each is a process of its own
 with a share of the time; what a part does not use is for those after it. FOLDER gets logs, the
 trace, and results.json, which is written after every part. Ctrl-C or SIGTERM ends the running part,
-keeps what it has measured, and exits with code 75. `torchtitan-lite plan --measured
-FOLDER/results.json` plans by the measured rates.
+keeps what it has measured, and exits with code 75.
 """
 
 import argparse
@@ -38,11 +37,12 @@ from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import read_json_object
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
-from torchtitan_lite.planner.measured import DATA_SHEET, VERSION
 from torchtitan_lite.tools.bench import ROWS, row_words
 from torchtitan_lite.tools.comparison import format_runs, read_runs
 
 ROOT = Path(__file__).parents[2]
+DATA_SHEET = ("bf16_tflops", "fp8_tflops", "bandwidth_tb_s")
+"""Figures of DeviceSpec that rates are relative to."""
 KERNEL_TIMES = (str(Path(__file__).with_name("kernel_times.py")),)  # what Python runs
 DONE, STOPPED, OUT_OF_TIME = "done", "stopped by a signal", "its time was over"
 END_S = 30.0
@@ -197,7 +197,6 @@ def describe(device: DeviceSpec, gpus: int) -> Results:
     query = "--query-gpu=driver_version,power.limit,clocks.max.sm"  # limits what is reached
     visible = os.environ["CUDA_VISIBLE_DEVICES"]
     return {
-        "version": VERSION,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(sys.argv),
         "commit": output("git", "describe", "--always", "--dirty", "--abbrev=12"),

@@ -12,7 +12,7 @@ from running import FLAVORS_OF_TESTS, SMALL, STEPS, TWO_LAYERS, float8_matmuls, 
 
 from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.config import load_config
-from torchtitan_lite.planner.plan import find_device, make_plan
+from torchtitan_lite.planner.plan import find_device, plan
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.timeout(900)]
 COMPILED = "--compile.enable"
@@ -243,7 +243,7 @@ CASES = {
 }
 
 
-# ----- train, make_plan, RESERVED_RATIO -----
+# ----- train, plan, RESERVED_RATIO -----
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -274,7 +274,7 @@ def planned_gib(case: Case, monkeypatch: pytest.MonkeyPatch) -> float:
         monkeypatch.setitem(FLAVORS, flavor, args)
     config = load_config(["--job.config_file", str(TWO_LAYERS), *case.words], world_size=case.gpus)
     device = find_device("B200" if case.device else "H100 SXM")
-    reserved = make_plan(config, world_size=case.gpus, device=device)["memory"]["reserved"] / 2**30
+    reserved = plan(config, world_size=case.gpus, device=device)["memory"]["reserved"] / 2**30
     return reserved + (CASTS if FLOAT8 in case.overrides and COMPILED not in case.overrides else 0)
 
 

@@ -179,7 +179,7 @@ the last checkpoint, the run folder and the logs. All but the last two are in `s
 | 5 | loss, gradients or weights are not finite | lower `[optimizer] lr`, or load an earlier step |
 | 6 | a rank was killed, hangs or is out of reach | look at its logs and its host |
 | 7 | no space left, a broken disk, a moved run folder | make room, or do as the error says |
-| 75 | stopped by a signal or the time limit; saved if checkpoints are enabled | start it again |
+| 75 | stopped by a signal; saved if checkpoints are enabled | start it again |
 
 **Out of GPU memory** (`OutOfMemoryError` in a rank's log, exit code 1): start the run again with
 the first of these changes, and add the next ones until it fits. It resumes from its newest

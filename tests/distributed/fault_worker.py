@@ -90,11 +90,6 @@ def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def let_pass(minutes: float) -> None:
-    """Let some of the run's time pass for this rank."""
-    FaultyTrainer.running.watchdog.deadline -= 60 * minutes
-
-
 def crash(message: str) -> None:
     raise RuntimeError(message)
 

@@ -30,7 +30,6 @@ TINY = (
 )
 INSTEAD = {
     "torchtitan-lite plan --job.config_file train_configs/llama3_8b_float8.toml "
-    '--device "H100 SXM" --measured day/results.json': "true",  # it needs a day on a GPU
     "./scripts/test.sh": "./scripts/test.sh --version",  # this test is one of its tests
     "CONFIG_FILE=llama3_70b sbatch --nodes=4 scripts/train.slurm --training.steps 1000": (
         "bash -n scripts/train.slurm"  # tests/distributed/test_slurm.py runs it

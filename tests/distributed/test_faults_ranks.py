@@ -334,23 +334,6 @@ def test_a_stop_in_the_last_validation_is_no_reason_to_start_again_and_no_end(
     assert_same_run(half_done, straight)
 
 
-# ----- max_minutes -----
-def test_a_run_ends_at_its_time_limit_and_goes_on_when_started_again(
-    straight: Path, half_done: Path
-) -> None:
-    settings = [*SETTINGS, "--job.max_minutes=56"]
-    # In a restart, and in the last validation. A new start has all of its time.
-    for step, restarts in ((7, 1), (STEPS, 0)):
-        late = fault("let_pass", f"forward {step}", 0, minutes=56)
-        run = train(half_done, *settings, faults=[late], restarts=restarts, code=75)
-        told = f"stopped by the time limit ([job] max_minutes = 56) after step {step}"
-        assert [run.told["cause"]] == reported(half_done, "cause") == [told]
-        assert run.told["last_checkpoint"] == str(checkpoint(half_done, step))
-    run = train(half_done, *settings, code=0)
-    assert f"resumed from {checkpoint(half_done, STEPS)}" in run.output
-    assert_same_run(half_done, straight)
-
-
 # ----- launch, Status: a killed rank -----
 
 

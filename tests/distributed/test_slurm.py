@@ -28,6 +28,14 @@ case "$1" in
     requeue) echo "requeued $2" && exit "${REFUSED:-0}" ;;
 esac
 """
+STOP = """
+import os, signal, time
+
+def stop(trainer, values):
+    os.kill(os.getpid(), signal.SIGTERM)
+    while not trainer.watchdog.stop_signal.received:
+        time.sleep(0.01)
+"""
 PYTHON = """#!/bin/bash
 echo "$NNODES $NODE_RANK $RDZV_ENDPOINT $NGPU $*"
 exit $((NODE_RANK == 0 ? 1 : CODE))
@@ -77,10 +85,12 @@ def test_two_nodes_train_one_run_and_a_stopped_one_is_requeued(
 ) -> None:
     steps = "--training.steps=3"
     words = ["--job.config_file", str(TINY), "--job.dump_folder", str(tmp_path / "run"), steps]
-    stopped = cluster.run([*words, "--job.max_minutes=0.001"])
+    (tmp_path / "slurm_signal.py").write_text(STOP)
+    stop = "--training.after_step=slurm_signal:stop"
+    stopped = cluster.run([*words, stop], PYTHONPATH=str(tmp_path))
     assert stopped.returncode == 75, stopped.stderr
     assert stopped.stdout.endswith(f"requeued {cluster.env['SLURM_JOB_ID']}\n")
-    assert "exit code 75: stopped by the time limit ([job] max_minutes = 0.001)" in stopped.stderr
+    assert "exit code 75: stopped by SIGTERM after step 1" in stopped.stderr
 
     done = cluster.run(words)
     assert done.returncode == 0, done.stderr

@@ -36,5 +36,3 @@ def test_a_device_goes_before_its_architecture_and_that_before_all(
         ("CDNA3", "other", Rates.link),
     ):
         assert rates_of(replace(DEVICE, architecture=architecture, name=name)).link == value
-    measured = replace(DEVICE, measured=(("link", 0.1, "measured"),))
-    assert rates_of(measured).link == 0.1

@@ -22,7 +22,6 @@ LATE = {
     ("checkpoint.checkpointer", "checkpoint.hf_folder.load_hf"),
     ("checkpoint.checkpointer", "checkpoint.torchtitan_folder.load_torchtitan"),
     ("data.corpus", "data.store_writer.open_cached"),
-    ("data.tokenizer", "data.normalizer.check_growth"),
     ("parallel.parallelize", "float8.weights.WeightCaster"),
     ("parallel.parallelize", "parallel.context_parallel.apply_context_parallel"),
     ("parallel.parallelize", "parallel.tensor_parallel.apply_tensor_parallel"),
@@ -183,8 +182,7 @@ sys.argv = ["train", "--help"]
 runpy.run_module("torchtitan_lite.train", run_name="__main__")
 heavy = {"torchao", "torch._inductor.compile_fx", "torch._functorch.partitioners", "networkx",
          "tensorboard", "wandb", "safetensors"}
-heavy |= {f"torchtitan_lite.data.{name}" for name in ("store_writer", "sources", "rows",
-          "normalizer")}
+heavy |= {f"torchtitan_lite.data.{name}" for name in ("store_writer", "sources", "rows")}
 heavy |= {f"torchtitan_lite.{name}" for name in ("training.profiling", "training.samples",
           "models.generate", "parallel.pipeline", "training.bfloat16_adamw", "float8.numerics",
           "float8.graph_passes", "metrics.stage_times", "parallel.context_parallel",

@@ -97,7 +97,7 @@ def assert_in_order(text: str, *parts: str) -> None:
     assert re.search(".*".join(map(re.escape, parts)), text), f"{parts} in {text}"
 
 
-# ----- make_plan -----
+# ----- plan -----
 
 
 def test_reference_values_of_8b_in_float8():
@@ -302,22 +302,6 @@ def test_links_can_be_given():
     waits = [each["prediction"]["float8"]["waits_s"]["FSDP"] for each in (known, slower)]
     assert waits[1] > waits[0] > 0
     assert "can send 100 GB/s within a node of 4, and 10 to other nodes" in text_of(slower)
-
-
-def results(folder: Path, **rates: float) -> tuple[str, str]:
-    """The option that names a file with `rates` measured on an H100."""
-    sheet = {"bf16_tflops": 989, "fp8_tflops": 1979, "bandwidth_tb_s": 3.35}
-    about = {"version": 2, "date": "2026-11-23", "device": "H100 SXM", "data_sheet": sheet}
-    file = folder / "results.json"
-    file.write_text(json.dumps(about | {"rates": rates}))
-    return "--measured", str(file)
-
-
-def test_the_command_plans_by_measured_rates(tmp_path):
-    rates = {"bf16_matmul": 0.5, "fp8_matmul": 0.7}
-    found = plan("llama3_8b_float8", *results(tmp_path, **rates))
-    assert {name: value for name, value, _ in found["device"]["measured"]} == rates
-    assert found["prediction"]["speedup"] > plan("llama3_8b_float8")["prediction"]["speedup"]
 
 
 # ----- plan_schedule -----

@@ -15,7 +15,7 @@ import pytest
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.config import given_keys, load_config
-from torchtitan_lite.planner.plan import find_device, make_plan
+from torchtitan_lite.planner.plan import find_device, plan
 from torchtitan_lite.planner.report import format_search
 from torchtitan_lite.planner.search import Space, find_candidates
 from torchtitan_lite.planner.time import StepTime
@@ -52,7 +52,7 @@ def search(
 
 def plan_of(words: Sequence[str], *, world_size: int, **device: Any) -> dict[str, Any]:
     config = load_config(list(words), world_size=world_size)
-    return make_plan(config, world_size=world_size, device=find_device(**device))
+    return plan(config, world_size=world_size, device=find_device(**device))
 
 
 # ----- make_search -----

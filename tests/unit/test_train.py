@@ -94,7 +94,7 @@ def test_a_backend_that_cannot_compile_is_named(backend, said, monkeypatch, tmp_
     config = Config(job=job, compile=CompileConfig(enable=True, backend=backend))
     error = ConfigError if said else torch._dynamo.exc.BackendCompilerFailed
     with pytest.raises(error, match=said and rf'^\[compile] backend = "{backend}": {said}.*; use'):
-        train.run(config)
+        train.run_training(config)
 
 
 # ----- export_last -----

@@ -6,7 +6,7 @@ import pytest
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.config import Config, load_config
-from torchtitan_lite.planner.plan import find_device, make_plan
+from torchtitan_lite.planner.plan import find_device, plan
 
 FOLDER = Path(__file__).parents[2] / "train_configs"
 SHIPPED = {  # processes to start, flavor, tensor_parallel_degree
@@ -62,7 +62,7 @@ BATCH_8 = "--training.local_batch_size=8", "--activation_checkpoint.mode=none"
 )
 def test_a_shipped_config_fits_the_devices_that_it_names(name, world_size, device, overrides):
     config = load(name, world_size, *overrides)
-    assert make_plan(config, world_size=world_size, device=find_device(device))["memory"]["fits"]
+    assert plan(config, world_size=world_size, device=find_device(device))["memory"]["fits"]
 
 
 @pytest.mark.parametrize("name", ["llama3_8b_long", "llama3_70b", "llama3_405b"])

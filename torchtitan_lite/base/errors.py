@@ -14,7 +14,7 @@ from .files import storage_fix
 from .terminal import cleaned
 
 STOPPED_EXIT_CODE = 75
-"""Exit code of a run that a signal or its time limit has stopped, saved if checkpoints are on
+"""Exit code of a run that a signal has stopped, saved if checkpoints are on
 (EX_TEMPFAIL of sysexits.h)."""
 
 

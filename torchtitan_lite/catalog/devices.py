@@ -32,8 +32,6 @@ class DeviceSpec:
     link_gb_s: float = 32.0
     node_devices: int = 8
     network_gb_s: float = 25.0
-    measured: tuple[tuple[str, float, str], ...] = ()
-    """Constants of the planner that were measured on it: name, value and source of each."""
 
     @property
     def capability_major(self) -> int | None:

@@ -6,7 +6,6 @@ No GPU is needed. With --search, find the layout that trains fastest. The config
 
 import argparse
 from functools import partial
-from pathlib import Path
 
 from torchtitan_lite.config import given_keys, load_config
 
@@ -35,8 +34,6 @@ def add_arguments(parser: Parser) -> None:
         option(name, dest=field, type=positive, metavar="X", help=text)
     text = "GPUs of a node (default: data sheet)"
     option("--node-devices", type=device_count, metavar="N", help=text)
-    text = "results of scripts/gpu_day.sh on this GPU, whose rates replace published ones"
-    option("--measured", type=Path, metavar="FILE", help=text)
 
     answer = parser.add_mutually_exclusive_group()
     text = "tokens per second per device that a run reached (default: predicted)"
@@ -51,8 +48,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the plan, or the answer of a search. Raises RunError."""
     # Imported here because torch takes seconds to import.
-    from torchtitan_lite.planner.measured import add_measured
-    from torchtitan_lite.planner.plan import find_device, make_plan
+    from torchtitan_lite.planner.plan import find_device, plan
     from torchtitan_lite.planner.report import format_plan, format_search
     from torchtitan_lite.planner.search import Space, make_search
 
@@ -60,12 +56,10 @@ def run(options: argparse.Namespace) -> None:
     config = load_config(words, world_size=world_size)
     given = {field: getattr(options, field) for field in (*DATA_SHEET, "node_devices")}
     device = find_device(options.device, config.metrics, **given)
-    if options.measured:
-        device = add_measured(device, options.measured)
 
     if options.search:
         found = make_search(Space(config, world_size, device, given_keys(words)))
         print_answer(options, found, format_search(found))
     else:
-        plan = make_plan(config, world_size=world_size, device=device, tps=options.tps)
-        print_answer(options, plan, format_plan(plan))
+        found = plan(config, world_size=world_size, device=device, tps=options.tps)
+        print_answer(options, found, format_plan(found))

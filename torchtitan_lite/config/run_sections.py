@@ -13,7 +13,6 @@ from .types import (
     OutsideNames,
     PathName,
     Peak,
-    Positive,
     Seconds,
     Section,
     Text,
@@ -26,8 +25,6 @@ class JobConfig(Section):
     """Run folder: everything that the run leaves behind is under it."""
     description: str = ""
     """Free text, printed at start and kept in the run folder."""
-    max_minutes: Positive | None = None
-    """Minutes until the run saves and ends, with exit code 75; unset: no limit."""
     print_config: bool = False
     """Print the resolved config at start."""
 

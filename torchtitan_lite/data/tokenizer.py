@@ -39,7 +39,6 @@ LLAMA3_PATTERN = (
 )
 LLAMA3_SPECIAL_TOKENS = 256
 MAX_BYTES = 2**30  # of a vocabulary file
-MAX_NORMALIZED = 2**28  # bytes that a normalizer may make of the texts of one call
 MAX_TEXT = 400_000
 MAX_RUN = 25_000
 
@@ -213,8 +212,6 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
     exists; otherwise Llama 3's, or <s> and </s>."""
     import tokenizers  # of the [llama] extra
 
-    from .normalizer import check_growth  # only for these files
-
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
@@ -224,8 +221,6 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
     tokenizer.no_padding()
     if isinstance(tokenizer.model, tokenizers.models.BPE):
         tokenizer.model.dropout = None  # would draw other ids of a text each time
-    growth = check_growth(tokenizer.normalizer)
-    check_growth(tokenizer.decoder)
 
     def special_id(named: str | dict[str, str] | None, usual: list[str]) -> int:
         token = named["content"] if isinstance(named, dict) else named
@@ -244,8 +239,6 @@ def read_json(content: bytes, config: Path) -> Vocabulary:
     tokenizer.add_special_tokens(special)
 
     def encode(texts: list[str]) -> list[list[int]]:
-        if (size := growth * sum(map(len, texts))) > MAX_NORMALIZED:
-            raise ValueError(f"its rules can make {size:,} characters of a text")
         encodings: list[Any] = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 

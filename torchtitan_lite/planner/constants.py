@@ -132,8 +132,8 @@ EAGER = Casts(input=(33, 33), grad_output=66, weight=66)
 
 
 def rates_of(device: DeviceSpec) -> Rates:
-    """Return the rates of `device`: measured on it, published, or guessed."""
+    """Return the rates of `device`: published, or guessed."""
     chosen: dict[str, Any] = {}
     for holder in (device.architecture, device.name):
         chosen |= MEASURED.get(holder, {})
-    return Rates(**chosen | {name: value for name, value, _ in device.measured})
+    return Rates(**chosen)

@@ -1,6 +1,6 @@
 """Plan a run: what a config will cost and gain, computed on meta without a GPU or a process group.
 
-`make_plan` returns plain values, section by section; docs/plan.md documents every key.
+`plan` returns plain values, section by section; docs/plan.md documents every key.
 """
 
 import math
@@ -87,7 +87,7 @@ def tokenizer_values(model: ModelConfig) -> TokenizerValues:
         return TokenizerValues(model.tokenizer_path, vocab_size, bos_id=0, fingerprint="")
 
 
-def make_plan(
+def plan(
     config: Config,
     *,
     world_size: int,

@@ -22,19 +22,18 @@ SETTINGS = (
 )
 ASSUMED = (
     "Of the memory on a data sheet 97.5 % can be used. Rates of kernels, links and nodes are in "
-    "torchtitan_lite/planner/constants.py, with sources: to replace them, measure with "
-    "scripts/gpu_day.sh and give its file (--measured). Each GPU can send {link_gb_s:,g} GB/s "
+    "torchtitan_lite/planner/constants.py, with sources. Each GPU can send {link_gb_s:,g} GB/s "
     "within a node of {node_devices:,}, and {network_gb_s:,g} to other nodes (--link, "
     "--node-devices, --network). Ranges hold the middle 80 % of published runs of this kind, "
     "beside their predictions: see docs/published.md."
 )
-Plan = Mapping[str, Any]  # what `make_plan` returns, or a section of it
+Plan = Mapping[str, Any]  # what `plan` returns, or a section of it
 
 _wrap = partial(textwrap.fill, width=80, break_long_words=False, break_on_hyphens=False)
 
 
 def format_plan(plan: Plan) -> str:
-    """Format the result of `make_plan` section by section."""
+    """Format the result of `plan` section by section."""
     sections = _answer, _time, _memory, _cost, _linears, _assumed
     return "\n\n".join(section(plan) for section in sections)
 
@@ -158,9 +157,6 @@ def _assumed(plan: Plan) -> str:
         name = device["name"]
         notes.append(f"No data sheet of the {name} is known: figures not given are assumed.")
     notes.append(ASSUMED.format_map(device))
-    if device["measured"]:
-        values = ", ".join(f"{name} {value:.3g}" for name, value, _ in device["measured"])
-        notes.append(f"Not published, but {device['measured'][0][2]}: {values}.")
     return _section("Assumed", *map(_wrap, notes))
 
 

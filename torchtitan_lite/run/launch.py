@@ -51,7 +51,7 @@ pass and saves the last finished step. A second signal kills the run if it is SI
 later; the last checkpoint stays.
 
 Exit codes: 0 done, 2 config, 3 data, 4 checkpoint, 5 numeric, 6 rank lost or timed out, 7 storage,
-1 unexpected, 75 stopped on a signal or at the time limit, and saved where checkpoints are enabled.
+1 unexpected, 75 stopped on a signal, and saved where checkpoints are enabled.
 """
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 

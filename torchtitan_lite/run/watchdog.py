@@ -82,7 +82,6 @@ class Watchdog:
         self._report = report
         self.timeout_s = math.inf  # current time-out of collectives
         self.stop_signal = StopSignal(kill=lambda: os.kill(os.getpid(), signal.SIGKILL))
-        self.deadline, self.deadline_cause = math.inf, ""  # Unix seconds; asks to stop as a signal
         self.step, self._phase = 0, "start"
         self._torchrun = int(os.environ.get("TORCHTITAN_LITE_AGENT") or os.getppid())
         self._main_thread = threading.get_ident()
@@ -101,15 +100,6 @@ class Watchdog:
     def at(self, step: int, phase: str) -> None:
         """Note that the main thread now does `phase` of `step`."""
         self.step, self._phase = step, phase
-
-    def stop_requested(self) -> int:
-        """Return the number of the signal that asked to stop; SIGALRM for the deadline; else 0."""
-        late = time.time() >= self.deadline
-        return self.stop_signal.received or (signal.SIGALRM if late else 0)
-
-    def stop_cause(self, number: int) -> str:
-        """Return the name of what asked to stop on any rank, by the number that ranks agreed on."""
-        return self.deadline_cause if number == signal.SIGALRM else signal.Signals(number).name
 
     def explain(self, error: Exception) -> RunError:
         """Return the RunError that names the cause of `error` and the fix; a plain RunError for an

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import math
+import signal
 import time
 from collections.abc import Iterator
 
@@ -39,7 +40,7 @@ STATUS_SECONDS = 5.0  # minimum time between updates of status.json, because eac
 
 
 class Stopped(Exception):
-    """Raised on all ranks at the same point to stop; the message is the signal or time limit."""
+    """Raised on all ranks at the same point to stop; the message names the signal."""
 
 
 class Trainer:
@@ -141,7 +142,7 @@ class Trainer:
             self.samples = Samples(job, tokenizer, self.model, self.groups.stages, self.device)
 
     def train(self) -> str | None:
-        """Train to the last step. Return the signal or time limit that stopped the run, if any."""
+        """Train to the last step. Return the signal that stopped the run, if any."""
         gc.disable()  # it would pause ranks at different moments, and all would wait each time
         stopped_by: str | None = None
         self.report_progress()
@@ -276,7 +277,7 @@ class Trainer:
 
     def next_batches(self, batches: Iterator[Batch]) -> list[Batch]:
         """Return this rank's next batches, as many as a step has, or fewer at the end, on its
-        device. Raises an error of any rank, and `Stopped` after a signal or the time limit."""
+        device. Raises an error of any rank, and `Stopped` after a signal."""
         self.watchdog.at(self.step + 1, "data")
         taken, error = [], None
         try:
@@ -289,13 +290,12 @@ class Trainer:
         self.watchdog.at(self.step + 1, "agreement")
         max_skips = self.config.training.max_consecutive_skips
         error = error or self.checkpointer.failure() or self.metrics.skips_error(max_skips)
-        stop = self.watchdog.stop_requested()
-        times = self.metrics.own_times()
-        stop, rank_times = agree(stop=stop, error=error, figures=times)
+        asked, times = self.watchdog.stop_signal.received, self.metrics.own_times()
+        stop, rank_times = agree(stop=asked, error=error, figures=times)
         if self.metrics.stage_times is not None:
             self.metrics.stage_times.exchanged(rank_times)
         if stop:
-            raise Stopped(self.watchdog.stop_cause(stop))
+            raise Stopped(signal.Signals(stop).name)
 
         self.watchdog.at(self.step + 1, "forward and backward")
         return [
