@@ -31,6 +31,6 @@ def test_float8_parity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", launch)
     page = tmp_path / "page.md"
     script["main"](["--out", str(tmp_path / "runs"), "--page", str(page), "--jobs", "3"])
-    assert sorted(names) == sorted(script["list_runs"]()) and len(names) == 6 * 3 + 2 * 3
+    assert sorted(names) == sorted(script["list_runs"]()) and len(names) == 7 * 3 + 2 * 3
     row = f"| rowwise               {'| 4.0200 (+0.50 %) ' * 3}|"
     assert row in page.read_text()

@@ -140,6 +140,7 @@ def _size_errors(
 ) -> list[str]:
     """Return a message for each kind that float8 matmuls would refuse, and for the tokens."""
     multiple, errors = recipe.size_multiple, []
+    lower = "lower [parallelism] tensor_parallel_degree, or " if tp_degree > 1 else ""
     converted = [choice for choice in choices if choice.converted]
     for choice in converted:
         keep = f'add "{choice.kind.rpartition(".")[2]}" to [float8] filter_fqns'
@@ -148,7 +149,7 @@ def _size_errors(
         if sizes := _misfits(choice, multiple, tp_degree, near=True):
             errors.append(
                 f"[float8] {choice.kind}: {sizes} on each rank, not a multiple of {multiple}, "
-                f"which float8 matmuls need; lower [parallelism] tensor_parallel_degree, or {keep}."
+                f"which float8 matmuls need; {lower}{keep}."
             )
 
     if converted and tokens is not None and tokens % multiple:
