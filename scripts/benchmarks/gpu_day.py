@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench import ROWS, row_words
 from common import device_name, torchrun
 from gpu_day_tables import format_results
 from kernel_rates import derive_rates
@@ -37,7 +38,6 @@ from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import read_json_object
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
-from torchtitan_lite.tools.bench import ROWS, row_words
 from torchtitan_lite.tools.comparison import format_runs, read_runs
 
 ROOT = Path(__file__).parents[2]
@@ -93,8 +93,8 @@ def read_tests(folder: Path) -> Results:
 
 def run_rows(folder: Path, seconds: float) -> list[str]:
     """Command of the benchmark."""
-    words = ["bench", *BENCH_ROWS, "--out", str(folder / "bench")]
-    return [sys.executable, "-m", "torchtitan_lite", *words]
+    script = str(Path(__file__).with_name("bench.py"))
+    return [sys.executable, script, *BENCH_ROWS, "--out", str(folder / "bench")]
 
 
 def read_rows(folder: Path) -> Results:

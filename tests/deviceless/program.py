@@ -20,7 +20,7 @@ from autotuning import take_first_configurations
 from fake_gpu import WAITS, count_calls
 from running import FLAVORS_OF_TESTS
 
-from torchtitan_lite import __main__, train
+from torchtitan_lite import train
 from torchtitan_lite.base.errors import run_script
 from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.checkpoint import checkpointer
@@ -73,9 +73,6 @@ if __name__ == "__main__":
     if name == "train":
         note_waits()
         train.main()
-    elif name == "bench":
-        sys.argv.insert(1, name)
-        __main__.main()
     else:
         program = importlib.import_module(name)
         if name == "gpu_day":

@@ -1,4 +1,4 @@
-"""The benchmark's own runs, on CPU: the command as a user starts it."""
+"""The benchmark's own runs, on CPU, as a user starts it."""
 
 import json
 import signal
@@ -13,7 +13,7 @@ from launching import ENV, ROOT
 
 from torchtitan_lite.tools.comparison import read_runs
 
-BENCH = ["-m", "torchtitan_lite", "bench", "bf16", "tensorwise", "--out"]
+BENCH = ["scripts/benchmarks/bench.py", "bf16", "tensorwise", "--out"]
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -19,7 +19,7 @@ SCRIPTS = sorted(
 )
 REFUSED = "--debug.seed=-1"
 """On GPUs' configs: run_train.sh checks the variables and the config, and refuses this alone."""
-BENCH, MAKE = "torchtitan-lite bench", "torchtitan-lite data make"
+BENCH, MAKE = "python scripts/benchmarks/bench.py", "torchtitan-lite data make"
 LLAMA = "--tokenizer Llama-3.1-8B/"
 RUN_150M = "NGPU=1 CONFIG_FILE=my_150m.toml ./run_train.sh"
 RUN_1B = "NGPU=1 CONFIG_FILE=my_1b.toml ./run_train.sh"

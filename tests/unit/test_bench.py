@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import bench
 import pytest
+from bench import CONFIGS, ROWS, row_words, run_row, run_rows
 from sample_records import RECORD
 
 from torchtitan_lite.base.errors import ConfigError, RunError, StorageError
-from torchtitan_lite.cli import run_command
 from torchtitan_lite.config import load_config
-from torchtitan_lite.tools import bench
-from torchtitan_lite.tools.bench import CONFIGS, ROWS, row_words, run_row, run_rows
 
 LINES = "\n".join(json.dumps(replace(RECORD, step=step).to_json()) for step in (1, 2, 3))
 DONE = f"(folder / 'metrics.jsonl').write_text({LINES + chr(10)!r})"
@@ -98,21 +97,21 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         run_rows(["bf16"], [], on="CPU", out=tmp_path / "file/out")
 
 
-# ----- bench, the command -----
+# ----- bench -----
 
 
 def test_the_table_has_the_rows_that_are_done(tmp_path: Path, write_program, capsys) -> None:
     write_program(f"exit(1) if 'rowwise' in words else {DONE}")
     rows = ["tensorwise", "rowwise", "bf16", "tensorwise"]
-    run_command(["bench", *rows, "--out", str(tmp_path / "out")])
+    bench.main([*rows, "--out", str(tmp_path / "out")])
     out = capsys.readouterr().out
     heading = next(line for line in out.splitlines() if line[:1] == "|")
     assert heading.replace("|", " ").split() == ["run", "tensorwise", "bf16"]
     assert "times first" in out and "emulated" in out
     with pytest.raises(RunError, match="no row is done"):
-        run_command(["bench", "rowwise", "--out", str(tmp_path / "out")])
+        bench.main(["rowwise", "--out", str(tmp_path / "out")])
 
 
 def test_an_unknown_row_is_refused_with_the_rows() -> None:
     with pytest.raises(ConfigError, match="bf15 is not a row; .* bf16, tensorwise"):
-        run_command(["bench", "bf16", "bf15"])
+        bench.main(["bf16", "bf15"])

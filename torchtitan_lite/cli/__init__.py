@@ -15,7 +15,7 @@ from .parser import Parser
 
 PROGRAM = "torchtitan-lite"
 COMMANDS = (
-    *("train", "check", "plan", "bench", "data", "checkpoint", "convert", "compare"),
+    *("train", "check", "plan", "data", "checkpoint", "convert", "compare"),
     *("generate", "evaluate", "status", "list", "schema"),
 )
 

@@ -1,6 +1,11 @@
-"""Benchmark training on one device: rows of config overrides, each trained as a run of its own.
+"""Benchmark training on this machine: bf16 and float8, compiled and eager.
 
-The table of the runs is the one of `torchtitan-lite compare`. docs/performance.md explains it.
+python scripts/benchmarks/bench.py [ROW ...] [--out FOLDER] [--table.key value ...]
+
+Each row is a run of 12 steps in a process and a folder of its own. The table of `torchtitan-lite
+compare` shows each row's tps over the first row's, its mfu and its memory. Without
+--job.config_file, rows train 8B with 16 layers on a GPU, and the debug model on a CPU. Overrides
+hold for all rows. Exit code 1 if no row is done; docs/performance.md has more.
 """
 
 import os
@@ -11,10 +16,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from torchtitan_lite.base.errors import StorageError
+import torch
+
+from torchtitan_lite.base.errors import ConfigError, RunError, StorageError, run_script
 from torchtitan_lite.base.files import storage_fix
-from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.catalog.recipes import RECIPES
+from torchtitan_lite.cli.parser import Parser
+from torchtitan_lite.tools.comparison import format_runs, read_runs
 
 TRAIN = ("-m", "torchtitan_lite.train")
 """What Python runs for a row."""
@@ -101,3 +110,31 @@ def run_rows(names: Sequence[str], overrides: Sequence[str], *, on: str, out: Pa
     except OSError as error:
         raise StorageError(f"--out {out}: {error}; {storage_fix(error)}.") from error
     return done
+
+
+def main(argv: list[str]) -> None:
+    """Run the rows, and print their table. Raises RunError."""
+    parser = Parser(description=__doc__)
+    parser.add_keys()
+    names = f"rows to run, in this order (default: all): {', '.join(ROWS)}"
+    parser.add_argument("rows", nargs="*", metavar="ROW", help=names)
+    out = Path("outputs/bench")
+    text = f"folder that gets a run folder and a log for each row (default: {out})"
+    parser.add_argument("--out", type=Path, default=out, metavar="FOLDER", help=text)
+    args = parser.parse(argv)
+    rows = list(dict.fromkeys(args.rows)) or list(ROWS)
+    if unknown := [name for name in rows if name not in ROWS]:
+        raise ConfigError(f"{unknown[0]} is not a row; the rows are {', '.join(ROWS)}.")
+
+    on = "GPU" if torch.cuda.is_available() else "CPU"
+    done = run_rows(rows, args.overrides, on=on, out=args.out.absolute())
+    if not done:
+        raise RunError("no row is done")
+    print(format_runs(read_runs(done), last=1))
+    if on == "CPU":
+        print("\nFloat8 is emulated on a CPU: its rows show that it runs, not what it gains.")
+
+
+if __name__ == "__main__":
+    init_logger()
+    run_script(main)
