@@ -95,6 +95,7 @@ def test_a_run_leaves_its_config_status_curves_and_traces_and_moves_an_earlier_o
     assert sorted(traces.glob("*/*")) == ranks
     keys = ("state", "step", "exit_code", "last_checkpoint", "total_steps", "loss", "eta_s", "tps")
     *first, tps = reported(folder, *keys)
+    assert reported(folder, "device", "world_size") == ["CPU", 2]
     # The resolved config alone repeats the run.
     before = read_losses(folder)
     arguments = ["-m", "torchtitan_lite.train", "--job.config_file", str(folder / "config.toml")]

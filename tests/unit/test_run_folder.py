@@ -83,7 +83,7 @@ def test_the_status_has_the_progress_and_the_outcome(tmp_path):
     folder = open_folder(tmp_path / "new" / "run")
     start = status_on_file(folder.path)
     empty = ["total_steps", "loss", "tps", "mfu", "eta_s", "last_checkpoint", "cause", "exit_code"]
-    assert start == dict.fromkeys([*empty, "rank"]) | {
+    assert start == dict.fromkeys([*empty, "rank", "device", "world_size"]) | {
         "state": "running",
         "started": folder.started,
         "time": start["time"],

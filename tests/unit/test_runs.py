@@ -18,7 +18,7 @@ NOW = 1_800_000_000.0
 RUNNING = Status(
     "running", started=NOW - 3600, time=NOW - 10, step=1200, total_steps=10_000, loss=3.21,
     tps=12_810.4, mfu=41.25, eta_s=7200.0, last_checkpoint="r/checkpoint/step-00001000",
-    job="process 999999999 on elsewhere",
+    job="process 999999999 on elsewhere", device="NVIDIA H200", world_size=8,
 )  # fmt: skip
 CAUSE = "rank 1 was \nkilled"
 FAILED = replace(RUNNING, state="failed", cause=CAUSE, exit_code=6, rank=1, eta_s=None)
@@ -38,6 +38,7 @@ def test_a_running_run(tmp_path: Path) -> None:
     assert format_runs(find_runs(run), now=NOW).splitlines() == [
         "run              r",
         "state            running",
+        "device           8 x NVIDIA H200",
         "step             1,200/10,000 (12.0%)",
         "loss             3.2100",
         "tps              12,810",

@@ -20,8 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", type=Path, nargs="*", help="run folder, or its metrics.jsonl")
     text = f"number of steps that a final loss is the mean of (default: {FINAL_STEPS})"
     parser.add_argument("--last", type=number, default=FINAL_STEPS, metavar="N", help=text)
+    parser.add_argument("--html", type=Path, metavar="FILE.html", help="page to write, with curves")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the table. Raises ConfigError."""
-    print(format_comparison(read_runs(args.runs), last=args.last))
+    """Print the table, and write the page. Raises RunError."""
+    runs = read_runs(args.runs)
+    print(format_comparison(runs, last=args.last))
+    if args.html is not None:
+        from torchtitan_lite.tools.report import write_report  # torch takes seconds to import
+
+        write_report(args.html, runs, last=args.last)

@@ -23,6 +23,8 @@ class Line(BaseModel, strict=True, allow_inf_nan=False):
     grad_norm: float | None = None
     tps: float | None = None
     mfu: float | None = None
+    mfu_bf16_peak: float | None = None
+    mfu_fp8_peak: float | None = None
     memory_gib: float | None = None
     validation_loss: float | None = None
 

@@ -57,6 +57,8 @@ class Status:
     cause: str | None = None
     exit_code: Count | None = None
     rank: Count | None = None  # rank that the cause refers to, if any
+    device: str | None = None  # as torch calls it; "CPU"
+    world_size: Count | None = None
     job: str | None = None  # agent that started the run and may restart its processes
 
 

@@ -18,7 +18,7 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import read_toml
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.config.keys import flat_config, show
-from torchtitan_lite.metrics.records import read_records
+from torchtitan_lite.metrics.records import Line, read_records
 from torchtitan_lite.metrics.summary import curves_line
 
 TOKENIZERS = (
@@ -41,6 +41,7 @@ COLUMNS = {
     "memory": "{:.1f} GiB",
 }
 """Format of each column of a comparison."""
+SPEEDS = ("tps", "mfu", "mfu_bf16_peak", "mfu_fp8_peak")
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Run:
     folder: Path
     figures: Mapping[str, NDArray[np.float64]]
     """Of its lines, one value per step."""
-    validation_loss: float
-    """Of the last validation."""
+    validations: Mapping[str, NDArray[np.float64]]
+    """Of its validations: `tokens`, `validation_loss`."""
     settings: Mapping[str, Any]
     """Values of the config by `[table] key`; none if there is no config."""
 
@@ -80,15 +81,20 @@ def _read_run(folder: Path) -> Run:
 
     # A run without validations or config is compared by its steps.
     config = folder / "config.toml"
-    validations = [*read_records(folder / "validation.jsonl")]
-    last_loss = validations[-1][1].validation_loss if validations else None
     try:
         settings = flat_config(read_toml(config)) if config.exists() else {}
     except ValueError as error:
         raise ConfigError(f"{config}: {error}") from error
-    names = ("step", "tokens", "loss", "grad_norm", "tps", "mfu", "memory_gib")
-    figures = {name: np.array([getattr(step, name) for step in steps], float) for name in names}
-    return Run(folder, figures, math.nan if last_loss is None else last_loss, settings)
+    validations = [line for _, line in read_records(folder / "validation.jsonl")]
+    figures, validated = (
+        {
+            name: np.array([getattr(line, name) for line in lines], float)
+            for name in Line.model_fields
+        }
+        for lines in (steps, validations)
+    )
+    validated["tokens"] = np.interp(validated["step"], figures["step"], figures["tokens"])
+    return Run(folder, figures, validated, settings)
 
 
 def equal_tokens(runs: Runs) -> NDArray[np.float64]:
@@ -103,8 +109,8 @@ def equal_tokens(runs: Runs) -> NDArray[np.float64]:
 
 @np.errstate(all="ignore")  # a figure of the first run may be 0
 def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
-    """Return each run's values of COLUMNS; NaN if unknown. A final loss is the mean of the `last`
-    steps at equal tokens, a median is over the last half of them; speeds omit the first step."""
+    """Return the COLUMNS and SPEEDS of each run; NaN if unknown. A final loss is the mean of the
+    `last` steps at equal tokens, a median is over the last half; speeds omit the first step."""
     equal = equal_tokens(runs)
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
@@ -112,11 +118,10 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
         is_equal = np.isin(figures["tokens"], equal)
         curves = {key: figures[key][is_equal] for key in ("loss", "grad_norm")}
         final_loss = np.mean(curves["loss"][-last:])
-        steady = {key: figures[key][1:] for key in ("tps", "mfu")}
-        tps, mfu = (np.median(x) if x.size else math.nan for x in steady.values())
+        medians = {key: np.median(figures[key][1:].tolist() or math.nan) for key in SPEEDS}
 
         if not rows:  # the run that all are compared with
-            first, first_loss, first_tps = curves, final_loss, tps
+            first, first_loss, first_tps = curves, final_loss, medians["tps"]
         off = {key: 100 * np.abs(curves[key] / first[key] - 1) for key in curves}
         farthest = np.argmax(off["loss"])  # the first step without a loss, if there is one
         row = {
@@ -124,49 +129,62 @@ def compare(runs: Runs, *, last: int) -> list[dict[str, Any]]:
             "steps": figures["step"][-1],
             "tokens": figures["tokens"][-1],
             "final loss": final_loss,
-            "validation loss": run.validation_loss,
+            "validation loss": [math.nan, *run.validations["validation_loss"]][-1],
             "to first": 100 * (final_loss / first_loss - 1),
             "median loss off": np.median(off["loss"][len(equal) // 2 :]),
             "loss at most off": off["loss"][farthest],
             "at step": figures["step"][is_equal][farthest] if off["loss"].any() else math.nan,
             "grad norm at most off": np.max(off["grad_norm"]),
-            "tps": tps,
-            "times first": tps / first_tps,
-            "mfu": mfu,
+            "times first": medians["tps"] / first_tps,
             "memory": figures["memory_gib"][-1],
         }
-        rows.append(row)
+        rows.append(row | medians)
     return rows
 
 
 def format_runs(runs: Runs, *, last: int, columns: Sequence[str] = tuple(COLUMNS)) -> str:
     """Format the comparison as a Markdown table: a row per run, or with few runs a column."""
+    rows = [
+        ["n/a" if row[key] != row[key] else COLUMNS[key].format(row[key]) for key in columns]  # NaN
+        for row in compare(runs, last=last)
+    ]
+    return f"{notes(runs, last=last)[0]}\n\n{_format_narrow([columns, *rows])}"
 
-    def cell(value: Any, column: str) -> str:
-        return "n/a" if value != value else COLUMNS[column].format(value)  # NaN
 
+def notes(runs: Runs, *, last: int) -> list[str]:
+    """Say at which tokens the runs are compared, and whether their losses can be."""
     tokens = equal_tokens(runs)
-    rows = [[cell(row[column], column) for column in columns] for row in compare(runs, last=last)]
-    table = _format_narrow([columns, *rows])
-    return (
-        f"At {len(tokens):,} equal token counts, the last one {tokens[-1]:,.0f}; "
-        f"final loss: mean of the last {min(last, len(tokens))}.\n\n{table}"
-    )
+    text = f"At {len(tokens):,} equal token counts, the last one {tokens[-1]:,.0f}; "
+    text += f"final loss: mean of the last {min(last, len(tokens))}."
+    paths = [run.settings.get("[model] tokenizer_path") for run in runs.values() if run.settings]
+    tokenizers = {path and os.path.realpath(str(path)) for path in paths}
+    return [text, TOKENIZERS] if len(tokenizers) > 1 else [text]
 
 
-def format_settings(runs: Runs) -> str:
-    """Format the settings that differ between runs, as a Markdown table; empty if none do. The
+def setting_rows(runs: Runs) -> list[list[str]]:
+    """Return the settings that differ as rows of a table, its headings first; none if none do. The
     keys of [job], such as the run's folder, and runs without settings are left out."""
     known = {name: run.settings for name, run in runs.items() if run.settings}
-    keys = dict.fromkeys(key for settings in known.values() for key in settings)
+    all_keys = dict.fromkeys(key for settings in known.values() for key in settings)
+    keys = [key for key in all_keys if not key.startswith("[job]")]
     columns = {key: [show(settings.get(key)) for settings in known.values()] for key in keys}
-    differing = {
-        key: column
-        for key, column in columns.items()
-        if len(set(column)) > 1 and not key.startswith("[job]")
-    }
+    differing = {key: column for key, column in columns.items() if len(set(column)) > 1}
     rows = zip(known, *differing.values(), strict=True)
-    return _format_narrow([["run", *differing], *rows]) if differing else ""
+    return [["run", *differing], *map(list, rows)] if differing else []
+
+
+def group_seeds(runs: Runs) -> list[list[str]]:
+    """Return the names of the runs in groups whose settings differ in [debug] seed alone, beside
+    [job]. A run without settings, or with a seed that its group has, is a group of its own."""
+    groups: dict[str, dict[str, str]] = {}  # names by seed
+    for name, run in runs.items():
+        kind = {key: value for key, value in run.settings.items() if not key.startswith("[job]")}
+        seed = show(kind.pop("[debug] seed", None))
+        key = show(kind)
+        if not kind or seed in groups.get(key, {}):
+            key = name
+        groups.setdefault(key, {})[seed] = name
+    return [[*names.values()] for names in groups.values()]
 
 
 def _format_narrow(rows: Sequence[Sequence[str]]) -> str:
@@ -181,8 +199,7 @@ def _format_narrow(rows: Sequence[Sequence[str]]) -> str:
 def format_comparison(runs: Runs, *, last: int) -> str:
     """Format everything that `compare` prints: figures, settings, and how to see the curves."""
     parent = os.path.commonpath([run.folder.parent for run in runs.values()])
-    paths = [run.settings.get("[model] tokenizer_path") for run in runs.values() if run.settings]
-    tokenizers = {path and os.path.realpath(str(path)) for path in paths}
-    note = TOKENIZERS if len(tokenizers) > 1 else ""
-    parts = (format_runs(runs, last=last), note, format_settings(runs), curves_line(parent))
-    return "\n\n".join(filter(None, parts))
+    parts = [format_runs(runs, last=last), *notes(runs, last=last)[1:]]
+    if settings := setting_rows(runs):
+        parts.append(_format_narrow(settings))
+    return "\n\n".join([*parts, curves_line(parent)])

@@ -57,6 +57,7 @@ def describe(folder: Path, status: Status, *, now: float) -> dict[str, str]:
         "run": folder.name,
         "state": f"{status.state}?" if found["doubt"] else status.state,
         "cause": status.cause or "",
+        "device": f"{status.world_size} x {status.device}" if status.device else "",
         "exit code": _text(status.exit_code, "d"),
         "rank": _text(status.rank, "d"),
         "step": f"{status.step:,}/{total:,} ({share:.1%})" if total else f"{status.step:,}",

@@ -349,5 +349,7 @@ class Trainer:
         if self.run_folder is not None:
             saved = self.checkpointer.last_saved
             known = {"last_checkpoint": saved and str(saved), "total_steps": self.last_step}
+            device, world_size = self.metrics.peaks.device_name, self.metrics.n_devices
+            known |= {"device": device, "world_size": world_size}
             figures = self.metrics.progress(last_step=self.last_step)
             self.run_folder.update(step=self.step, **known, **figures)
