@@ -286,7 +286,7 @@ def test_errors_of_tasks(
 def test_what_the_harness_cannot_read_is_an_error(hf_dir: Path, harness: SimpleNamespace) -> None:
     with pytest.raises(DataError, match=r"/hf has no tokenizer .* tokenizer_config\.json"):
         run_command(["evaluate", str(hf_dir), "--tasks", "arc_easy"])
-    with pytest.raises(ConfigError, match='arc_esy is no task .*; did you mean "arc_easy"'):
+    with pytest.raises(ConfigError, match='arc_esy is not known .*; did you mean "arc_easy"'):
         run_command(["evaluate", str(hf_dir), "--tasks", "arc_esy"])
     assert not harness.arguments
 

@@ -30,8 +30,7 @@ def add_arguments(parser: Parser) -> None:
     option("--limit", type=number, metavar="N", help="take N examples of each task (default: all)")
     count, text = partial(number, least=0), "solved examples in a prompt (default: the task's)"
     option("--num-fewshot", type=count, metavar="N", help=text)
-    text = "folder with YAML files of your own tasks; !function in them runs code"
-    option("--include-path", type=Path, metavar="FOLDER", help=text)
+    option("--include-path", type=Path, metavar="FOLDER", help="your own YAML tasks: may run code")
     option("--json", action="store_true", help="print JSON")
 
 
@@ -43,8 +42,7 @@ def run(args: argparse.Namespace) -> None:
         target = "--tasks" if args.tasks else "--data"
         raise ConfigError(f"{unused[0]} has no effect on {target}; leave it out")
 
-    # torch takes seconds to import
-    from torchtitan_lite.tools.evaluate import evaluate, evaluate_tasks
+    from torchtitan_lite.tools.evaluate import evaluate, evaluate_tasks  # torch takes seconds
 
     logger.setLevel("WARNING")  # what a run logs at its start is about training
     if args.tasks:

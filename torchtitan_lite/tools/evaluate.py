@@ -125,24 +125,21 @@ def evaluate_tasks(
     for name in names:
         if name not in manager.all_tasks:
             near = did_you_mean(name, manager.all_tasks)
-            problem = "is no task of lm-evaluation-harness, nor of --include-path"
-            raise ConfigError(f"--tasks {name} {problem}{near}")
+            raise ConfigError(f"--tasks {name} is not known to lm-evaluation-harness{near}")
 
     on_gpu = torch.cuda.is_available()
     options |= {"device": "cuda", "batch_size": "auto"} if on_gpu else {"device": "cpu"}
-    options |= {"task_manager": manager, "log_samples": False}
     bare = sys.__stderr__  # the stream of the commands would escape the bars' carriage returns
     with TemporaryDirectory() as scratch, redirect_stdout(bare), redirect_stderr(bare):
-        folder = source
-        if not (source / "config.json").is_file():
-            folder = Path(scratch, "model")
+        folder = source if (source / "config.json").is_file() else Path(scratch, "model")
+        if folder is not source:
             export_hf(find_checkpoints(source)[-1], folder)
         if not (folder / "tokenizer_config.json").is_file():
             fix = "add the tokenizer.json and tokenizer_config.json of its Hugging Face model"
             raise DataError(f"{source} has no tokenizer that transformers reads; export it, {fix}")
         weights = {"pretrained": str(folder), "dtype": "bfloat16" if on_gpu else "float32"}
         try:
-            results = lm_eval.simple_evaluate("hf", weights, names, **options)
+            results = lm_eval.simple_evaluate("hf", weights, names, task_manager=manager, **options)
         except (ImportError, OSError, ValueError) as error:  # of a task or its dataset
             offline = "; a dataset that is in the cache needs HF_DATASETS_OFFLINE=1, not a network"
             fix = offline if isinstance(error, ConnectionError) else ""
