@@ -1,10 +1,13 @@
-"""Evaluation: the run's own validation, and transformers' loss of a Hugging Face model."""
+"""Evaluation: the run's own validation, transformers' loss of a Hugging Face model, and tasks of
+lm-evaluation-harness, where the [eval] extra is installed."""
 
 import json
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +17,9 @@ import warm
 from faults import values
 from launching import ENV, FOLDER, ROOT, finish, train_arguments
 
-from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.catalog.flavors import ModelArgs
+from torchtitan_lite.cli import run_command
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
 from torchtitan_lite.models.hf_llama import hf_config
 from torchtitan_lite.tools import evaluate as evaluation
@@ -137,3 +141,171 @@ def test_a_text_shorter_than_a_window_is_an_error(hf_dir: Path) -> None:
     (hf_dir.parent / "text.txt").write_text("short")
     _, log = evaluate(hf_dir, "--data", hf_dir.parent / "text.txt", *WORDS, code=3)
     assert "Traceback" not in log and "tokens" in log.splitlines()[-1]
+
+
+# ----- evaluate_tasks -----
+
+ROLLING = """task: text
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/text.jsonl}}
+output_type: loglikelihood_rolling
+test_split: test
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+"""
+CHOICE = """task: choice
+dataset_path: json
+dataset_kwargs: {data_files: {test: FOLDER/choice.jsonl}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+CONTEXT = ARGS.max_seq_len
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of tasks that need no network. The text has whole windows of CONTEXT tokens."""
+    pytest.importorskip("lm_eval")
+    for name in ("HF_HOME", "HF_HUB_OFFLINE"):
+        monkeypatch.setitem(ENV, name, {"HF_HOME": f"{tmp_path}/cache"}.get(name, "1"))
+    tokenizer = build_tokenizer("")
+    text = tokenizer.decode(tokenizer.encode("The text of a task, and so on. " * 60)[: 4 * CONTEXT])
+    assert len(tokenizer.encode(text)) == 4 * CONTEXT
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    for name, task in (("text", ROLLING), ("choice", CHOICE)):
+        (folder / f"{name}.yaml").write_text(task.replace("FOLDER", str(folder)))
+    (folder / "text.txt").write_text(text)
+    (folder / "text.jsonl").write_text(json.dumps({"text": text}))
+    row = {"question": "The text of a", "choices": [" task", "qq"], "answer": 0}
+    (folder / "choice.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    return folder
+
+
+@pytest.mark.timeout(400)
+def test_a_task_has_the_bits_per_byte_of_its_text(hf_dir: Path, tasks: Path) -> None:
+    length = [f"--training.seq_len={CONTEXT}", *WORDS[1:]]
+    expected, _ = evaluate(hf_dir, "--data", tasks / "text.txt", *length)
+    found = {}
+    for begins in (False, True):
+        fields = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": begins}
+        (hf_dir / "tokenizer_config.json").write_text(json.dumps(fields))
+        results, _ = evaluate(hf_dir, "--tasks", "text", "--include-path", tasks)
+        found[begins] = results["text"]["bits_per_byte,none"]
+    assert found[False] == pytest.approx(expected["bits_per_byte"], rel=1e-5)
+    # The BOS of the tokenizer follows the harness's, is predicted, and shifts the windows.
+    assert found[True] == pytest.approx(expected["bits_per_byte"], rel=2 / CONTEXT)
+    assert found[True] != pytest.approx(expected["bits_per_byte"], rel=1e-4)
+
+
+@pytest.mark.timeout(400)
+def test_tasks_of_a_run(tmp_path: Path, tasks: Path) -> None:
+    words = ["--training.steps=4", "--checkpoint.enable"]
+    words += [f"--training.dataset_path={tasks}/text.txt"]
+    finish(*train_arguments(tmp_path / "run", *words), processes=1)
+    run, options = tmp_path / "run", ["--include-path", tasks, "--limit", "2"]
+    results, _ = evaluate(run, "--tasks", "text", "choice", *options)
+    assert (results["choice"]["sample_len"], results["choice"]["acc,none"]) == (2, 1.0)
+    exact = ["--training.mixed_precision_param=float32", "--float8.enable_float8_linear=false"]
+    loss, _ = evaluate(run, "--data", tasks / "text.txt", *exact)
+    bits = results["text"]["bits_per_byte,none"]
+    assert bits == pytest.approx(loss["bits_per_byte"], rel=0.05)
+
+    _, log = evaluate(run, "--tasks", "texts", "--include-path", tasks, code=2)
+    assert '; did you mean "text"?' in log
+    _, log = evaluate(run, "--tasks", "hellaswag", code=3)
+    assert re.search("--tasks hellaswag: .*hellaswag.*HF_DATASETS_OFFLINE=1", log)
+
+
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A replacement of lm_eval: its arguments, and an error that it raises if there is one."""
+    fake = SimpleNamespace(arguments={}, error=None)
+    names = ("lm_eval", "lm_eval.models", "lm_eval.models.huggingface", "lm_eval.tasks")
+    for name in names:
+        module: Any = ModuleType(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        if parent := name.rpartition(".")[0]:
+            setattr(sys.modules[parent], name.rpartition(".")[2], module)
+
+    def simple_evaluate(model: str, weights: Any, names: Any, **options: Any) -> dict[str, Any]:
+        print("progress")
+        fake.arguments = options | {"model": model, "model_args": weights, "tasks": names}
+        if fake.error:
+            raise fake.error
+        return {"results": {"arc_easy": {"acc,none": 0.5}}}
+
+    lm_eval: Any = sys.modules["lm_eval"]
+    lm_eval.simple_evaluate = simple_evaluate
+    lm_eval.utils = SimpleNamespace(make_table=lambda results: f"table of {[*results]}")
+    lm_eval.tasks.TaskManager = lambda **_: SimpleNamespace(all_tasks=["arc_easy", "hellaswag"])
+    return fake
+
+
+@pytest.mark.quick
+def test_tasks_and_options_reach_the_harness(
+    hf_dir: Path, harness: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (hf_dir / "tokenizer_config.json").write_text("{}")
+    words = ["evaluate", str(hf_dir), "--tasks", "arc_easy", "--tasks", "hellaswag"]
+    run_command([*words, "--limit", "2", "--num-fewshot", "0"])
+    assert capsys.readouterr().out == "table of ['results']\n"
+    given = harness.arguments
+    assert (given["tasks"], given["limit"]) == (["arc_easy", "hellaswag"], 2)
+    assert (given["model"], given["num_fewshot"]) == ("hf", 0)
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    assert given["model_args"] == {"pretrained": str(hf_dir), "dtype": dtype}  # no remote code
+    run_command([*words, "--json"])
+    assert json.loads(capsys.readouterr().out) == {"arc_easy": {"acc,none": 0.5}}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("raised", "message"),
+    [
+        (ConnectionError("no hub"), "arc_easy: no hub; .* HF_DATASETS_OFFLINE=1"),
+        (ValueError("5 examples"), "arc_easy: 5 examples$"),
+        (ImportError("sklearn"), "arc_easy: sklearn$"),
+    ],
+)
+def test_errors_of_tasks(
+    raised: Exception, message: str, hf_dir: Path, harness: SimpleNamespace
+) -> None:
+    (hf_dir / "tokenizer_config.json").write_text("{}")
+    harness.error = raised
+    with pytest.raises(DataError, match=f"^--tasks {message}"):
+        run_command(["evaluate", str(hf_dir), "--tasks", "arc_easy"])
+
+
+@pytest.mark.quick
+def test_what_the_harness_cannot_read_is_an_error(hf_dir: Path, harness: SimpleNamespace) -> None:
+    with pytest.raises(DataError, match=r"/hf has no tokenizer .* tokenizer_config\.json"):
+        run_command(["evaluate", str(hf_dir), "--tasks", "arc_easy"])
+    with pytest.raises(ConfigError, match='arc_esy is not known .*; did you mean "arc_easy"'):
+        run_command(["evaluate", str(hf_dir), "--tasks", "arc_esy"])
+    assert not harness.arguments
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "one of the arguments --data --tasks is required"),
+        (["--data", "a", "--tasks", "b"], "--tasks: not allowed with argument --data"),
+        (["--data", "a", "--num-fewshot", "0"], "^--num-fewshot has no effect on --data"),
+        (["--data", "a", "--include-path", "b"], "^--include-path has no effect on --data"),
+        (["--tasks", "a", "--debug.seed=1"], "^--debug.seed=1 has no effect on --tasks"),
+        (["--tasks", "a"], r'^--tasks needs the package lm_eval.*; .*"torchtitan-lite\[eval\]"'),
+    ],
+)
+def test_words_that_an_evaluation_refuses(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=message):
+        run_command(["evaluate", "x", *words])

@@ -25,11 +25,6 @@ def load_command(name: str) -> ModuleType:
     return import_module(f"{__name__}.{name}")
 
 
-def summary(name: str) -> str:
-    """Return what a command does, in a line."""
-    return (load_command(name).__doc__ or "").split("\n")[0]
-
-
 def build_parser(name: str) -> Parser:
     """Build the parser of a command."""
     module = load_command(name)
@@ -39,10 +34,11 @@ def build_parser(name: str) -> Parser:
 
 
 def format_commands() -> str:
-    """Return the help of the program: a line for each command."""
+    """Return the help of the program: the first line of each command's docstring."""
+    lines = [(f"  {name}", str(load_command(name).__doc__).split("\n")[0]) for name in COMMANDS]
     return (
         f"usage: {PROGRAM} COMMAND [...]\n\nFP8 pretraining for Llama 3.\n\ncommands:\n"
-        f"{format_columns([(f'  {name}', summary(name)) for name in COMMANDS])}\n\n"
+        f"{format_columns(lines)}\n\n"
         f"{PROGRAM} COMMAND --help explains one; {PROGRAM} --version prints the version."
     )
 

@@ -1,21 +1,25 @@
-"""Evaluate a model on a text, as a validation of its run would: in one process, not compiled."""
+"""Evaluate a model on a text, as a validation of its run would: in one process, not compiled. Or on
+the tasks of EleutherAI's lm-evaluation-harness, such as HellaSwag."""
 
 import math
 import os
+import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import tomli_w
+import torch
 
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
+from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.hf_folder import HfReader, model_settings
 from torchtitan_lite.checkpoint.manifest import read_manifest
-from torchtitan_lite.config import load_config
+from torchtitan_lite.config import did_you_mean, load_config
 from torchtitan_lite.data.corpus import build_validation_corpus, open_data
 from torchtitan_lite.data.dataloader import ValidationBatches
 from torchtitan_lite.models.loss import IGNORED
@@ -102,3 +106,42 @@ def read_source(source: Path) -> dict[str, Any]:
             tables["training"]["local_batch_size"] = size
     loading = {"enable": True, "load_only": True, "initial_load_path": str(path)}
     return tables | {"checkpoint": loading}
+
+
+def evaluate_tasks(
+    source: Path, names: Sequence[str], *, include_path: Path | None, **options: Any
+) -> tuple[dict[str, Any], str]:
+    """Return the harness's results for the weights in `source`, and its table of them. transformers
+    computes, in bfloat16 on a GPU, else in float32. `options` are the harness's `limit` and
+    `num_fewshot`. Raises RunError."""
+    try:
+        import lm_eval.models.huggingface  # heavy, of the [eval] extra
+        import lm_eval.tasks
+    except ImportError as error:
+        fix = 'pip install "torchtitan-lite[eval]"'
+        raise ConfigError(f"--tasks needs the package {error.name}; {fix}") from error
+
+    manager = lm_eval.tasks.TaskManager(include_path=include_path)
+    for name in names:
+        if name not in manager.all_tasks:
+            near = did_you_mean(name, manager.all_tasks)
+            raise ConfigError(f"--tasks {name} is not known to lm-evaluation-harness{near}")
+
+    on_gpu = torch.cuda.is_available()
+    options |= {"device": "cuda", "batch_size": "auto"} if on_gpu else {"device": "cpu"}
+    bare = sys.__stderr__  # the stream of the commands would escape the bars' carriage returns
+    with TemporaryDirectory() as scratch, redirect_stdout(bare), redirect_stderr(bare):
+        folder = source if (source / "config.json").is_file() else Path(scratch, "model")
+        if folder is not source:
+            export_hf(find_checkpoints(source)[-1], folder)
+        if not (folder / "tokenizer_config.json").is_file():
+            fix = "add the tokenizer.json and tokenizer_config.json of its Hugging Face model"
+            raise DataError(f"{source} has no tokenizer that transformers reads; export it, {fix}")
+        weights = {"pretrained": str(folder), "dtype": "bfloat16" if on_gpu else "float32"}
+        try:
+            results = lm_eval.simple_evaluate("hf", weights, names, task_manager=manager, **options)
+        except (ImportError, OSError, ValueError) as error:  # of a task or its dataset
+            offline = "; a dataset that is in the cache needs HF_DATASETS_OFFLINE=1, not a network"
+            fix = offline if isinstance(error, ConnectionError) else ""
+            raise DataError(f"--tasks {' '.join(names)}: {error}{fix}") from error
+    return results["results"], lm_eval.utils.make_table(results)
