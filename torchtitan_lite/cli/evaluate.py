@@ -7,18 +7,17 @@ Exit codes: 2 for a wrong config, 3 for broken or missing text, 4 for a broken c
 """
 
 import argparse
-from pathlib import Path
 
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.tables import format_columns
 
-from .parser import Parser, path_text, print_answer
+from .parser import Parser, path_or_url, path_text, print_answer
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the options, and every key of the config."""
     parser.add_keys()
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="where the weights are")
+    parser.add_argument("source", type=path_or_url, metavar="SOURCE", help="where the weights are")
     text = "text or token store to evaluate on, whole"
     parser.add_argument("--data", type=path_text, metavar="PATH", required=True, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")

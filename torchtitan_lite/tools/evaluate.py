@@ -85,8 +85,9 @@ def read_source(source: Path) -> dict[str, Any]:
     """Return the tables of a config that loads the weights in `source` as its run trained them."""
     path, tables = source, {}
     if (source / "config.json").is_file():
-        args = HfReader(source).args
-        tables["model"] = model_settings(args) | {"tokenizer_path": str(source)}
+        reader = HfReader(source)
+        args = reader.args
+        tables["model"] = model_settings(args) | {"tokenizer_path": str(reader.folder)}
         tables["training"] = {"seq_len": min(args.max_seq_len, 2048)}
     else:
         path = find_checkpoints(source)[-1]
