@@ -5,10 +5,12 @@ store can do: no links, no locks, no rename but copy and delete. An object is th
 has arrived.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,21 @@ def open_path(text: str) -> Any:
         fix = 'pip install "torchtitan-lite[remote]", and gcsfs, adlfs, ... for others than s3://'
         raise ConfigError(f"{text}: {error}; {fix}") from error
     return path
+
+
+def listed_sizes(folder: Any) -> Callable[[Path], int]:
+    """List the folder at a URL once, and return a function that gives the size of each file in it,
+    in bytes, and raises FileNotFoundError for others. Raises OSError."""
+    with os_errors(folder):
+        found = folder.fs.find(folder.path, detail=True)
+    sizes = {name.rpartition("/")[2]: detail["size"] for name, detail in found.items()}
+
+    def size_of(path: Path) -> int:
+        if path.name not in sizes:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return int(sizes[path.name])
+
+    return size_of
 
 
 def cache_folder(kind: str) -> Path:

@@ -97,7 +97,8 @@ def remove_drafts(folder: Path) -> None:
         if is_remote(folder):
             complete = steps_with_folder(folder)
             for path in folder.iterdir() if folder.exists() else []:
-                if (named := STEP.fullmatch(path.name)) and int(named[1]) not in complete:
+                named = STEP.fullmatch(path.name)
+                if named and int(named[1]) not in complete and not _foreign_file(path):
                     _delete(path)
             return
         for draft in folder.glob(f"{DRAFT_PREFIX}step-*"):
@@ -199,10 +200,12 @@ def _refuse_foreign(folder: Path) -> None:
 
 def _set_aside(path: Any, reason: str) -> Path:
     kept = path.with_name(f"{reason}-{path.name}-{time.time_ns()}")
-    if is_remote(path):
-        path.fs.mv(path.path, kept.path, recursive=True)  # the store copies, and deletes
-        return kept
-    return path.rename(kept)
+    if not is_remote(path):
+        return path.rename(kept)
+    for file in path.iterdir():
+        path.fs.copy(file.path, (kept / file.name).path)  # within the store
+    _delete(path)
+    return kept
 
 
 def _delete(draft: Path) -> None:

@@ -190,7 +190,7 @@ class TableReader(FileSystemReader):
     """Reader of the tensors in a checked table, from the files in a folder."""
 
     def __init__(self, folder: Path, table: Metadata) -> None:
-        super().__init__(folder)
+        super().__init__(str(folder))
         if is_remote(folder):
             from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
 

@@ -137,7 +137,8 @@ def open_data(
     except (DataError, StorageError, OSError) as error:
         kind, problem = type(error), str(error)
         if isinstance(error, OSError):
-            kind, cache = StorageError, "the cache of tokens (XDG_CACHE_HOME)"
+            cache = "the cache of tokens (XDG_CACHE_HOME)"
+            kind = DataError if isinstance(error, FileNotFoundError) else StorageError
             problem = f"{error.filename or cache}: {error.strerror}; {storage_fix(error)}"
         setting = f'dataset = "{dataset}"' if path is None else f'{key} = "{path}"'
         raise kind(f"{table} {setting}: {problem}") from error
