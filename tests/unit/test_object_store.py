@@ -35,14 +35,9 @@ def one_rank() -> None:
 def server() -> Iterator[Server]:
     started = Server()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "AWS_ENDPOINT_URL": started.url,
-            "AWS_ACCESS_KEY_ID": "key",
-            "AWS_SECRET_ACCESS_KEY": "secret",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
+        for name, value in started.env.items():
             patch.setenv(name, value)
-        open_path("s3://bucket").fs.mkdir("bucket")
+        started.make_bucket("bucket")
         yield started
     started.close()
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import boto3
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
@@ -13,7 +14,8 @@ CODES = {DENIED: "AccessDenied", FULL: "InsufficientCapacity"}
 
 
 class Server:
-    """The server; `url` is its endpoint, and `requests` what it was asked: "PUT /bucket/key"."""
+    """The server. `env` are the variables that lead to it, and `requests` what it was asked, as
+    "PUT /bucket/key"."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -23,7 +25,17 @@ class Server:
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.port}"
+        self.env = {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.port}",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
+    def make_bucket(self, name: str) -> None:
+        names = "endpoint_url", "aws_access_key_id", "aws_secret_access_key", "region_name"
+        settings: dict[str, Any] = dict(zip(names, self.env.values(), strict=True))
+        boto3.client("s3", **settings).create_bucket(Bucket=name)
 
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
