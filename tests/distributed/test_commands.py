@@ -29,7 +29,6 @@ TINY = (
     "--validation.steps 1 --compile.enable=false"
 )
 INSTEAD = {
-    "torchtitan-lite plan --job.config_file train_configs/llama3_8b_float8.toml "
     "./scripts/test.sh": "./scripts/test.sh --version",  # this test is one of its tests
     "CONFIG_FILE=llama3_70b sbatch --nodes=4 scripts/train.slurm --training.steps 1000": (
         "bash -n scripts/train.slurm"  # tests/distributed/test_slurm.py runs it
