@@ -55,15 +55,14 @@ def steps_with_folder(folder: Path) -> list[int]:
             if path.is_symlink():
                 rule = "is a link, and links are not followed; move the folder itself there"
                 raise CheckpointError(f"[checkpoint] {path} {rule}.")
-        name = MANIFEST if is_remote(folder) else "."
-        return sorted(step for path, step in steps.items() if (path / name).exists())
+        if is_remote(folder):
+            return sorted(step for path, step in steps.items() if (path / MANIFEST).is_file())
+        return sorted(step for path, step in steps.items() if path.is_dir())
 
 
 def steps_with_manifest(folder: Path) -> list[int]:
     """Return the steps whose folder has a manifest, ascending."""
     steps = steps_with_folder(folder)
-    if is_remote(folder):
-        return steps
     return [step for step in steps if (step_folder(folder, step) / MANIFEST).is_file()]
 
 
