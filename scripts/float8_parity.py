@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.base.errors import ConfigError, RunError, run_script
+from torchtitan_lite.base.errors import ConfigError, RunError
 from torchtitan_lite.base.logger import init_logger, logger
 from torchtitan_lite.base.tables import format_columns
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.run.run_folder import read_status
 from torchtitan_lite.tools.comparison import compare, format_runs, read_runs
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_lite.base.errors import ConfigError, run_script
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.config import load_config
 from torchtitan_lite.planner.plan import find_device, plan
 

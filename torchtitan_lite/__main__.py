@@ -15,8 +15,8 @@ import signal
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of an import
 
-from torchtitan_lite.base.errors import open_standard_streams, run_script
 from torchtitan_lite.base.logger import init_logger
+from torchtitan_lite.base.terminal import open_standard_streams, run_script
 from torchtitan_lite.cli import run_command
 
 OF_A_JOB = re.compile(

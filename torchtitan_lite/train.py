@@ -154,7 +154,7 @@ def open_folder(config: Config, folder: RunFolder) -> Resume | None:
     restarted, folder.started = on_rank0(lambda: (folder.lock(), folder.started))
     if restarted:  # by torchrun: the first attempt has loaded load_step
         checkpoint = checkpoint.model_copy(update={"load_step": -1})
-    return find_resume(checkpoint, folder=folder.path / checkpoint.folder)
+    return find_resume(checkpoint, folder=checkpoint.within(folder.path))
 
 
 def finish(trainer: Trainer, *, stopped_by: str | None) -> None:

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from torchtitan_lite.base.errors import ConfigError, run_script
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.catalog.flavors import ModelArgs
 from torchtitan_lite.checkpoint.manifest import NEW_RUN
 from torchtitan_lite.config import Config, load_config, resolve_batch

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_lite.base.errors import ConfigError, RunError, StorageError, run_script
+from torchtitan_lite.base.errors import ConfigError, RunError, StorageError
 from torchtitan_lite.base.files import storage_fix
 from torchtitan_lite.base.logger import init_logger, logger
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.cli.parser import Parser
 from torchtitan_lite.tools.comparison import format_runs, read_runs

@@ -33,10 +33,11 @@ from common import device_name, torchrun
 from gpu_day_tables import format_results
 from kernel_rates import derive_rates
 
-from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RunError, run_script
+from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RunError
 from torchtitan_lite.base.files import replace_file
 from torchtitan_lite.base.jsonfile import read_json_object
 from torchtitan_lite.base.logger import init_logger, logger
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.catalog.devices import DeviceSpec, lookup_device
 from torchtitan_lite.tools.comparison import format_runs, read_runs
 

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchtitan_lite.base.errors import ConfigError, run_script
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
 from torchtitan_lite.models.llama3 import attend, document_mask
 

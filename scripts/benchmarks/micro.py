@@ -17,7 +17,7 @@ from bare_loop import plain_loss
 from common import Ratios, describe_machine, measure_pairs, run_config
 from torch import Tensor
 
-from torchtitan_lite.base.errors import run_script
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.config import load_config
 from torchtitan_lite.metrics.hardware import peak_memory_gib
 from torchtitan_lite.models.loss import CrossEntropy

@@ -34,8 +34,9 @@ from common import environment, measure_pairs, run_config, torchrun, watch
 from fake_gpu_probe import STEPS, Settings, fake_gpu
 from versus_torchtitan import torchtitan_dimensions, torchtitan_options
 
-from torchtitan_lite.base.errors import ConfigError, run_script
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.tables import format_columns
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.config import Config, load_config
 
 CONFIG = Path(__file__).parents[2] / "train_configs/llama3_8b.toml"

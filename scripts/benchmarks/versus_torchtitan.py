@@ -31,7 +31,8 @@ from common import (
     watch,
 )
 
-from torchtitan_lite.base.errors import ConfigError, RunError, run_script
+from torchtitan_lite.base.errors import ConfigError, RunError
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.catalog.flavors import RopeScaling
 from torchtitan_lite.config import Config, load_config, resolve_model
 from torchtitan_lite.data.tokenizer import build_tokenizer

@@ -20,7 +20,8 @@ from typing import Any
 
 from common import Ratios, describe_machine, environment, figures_told, watch
 
-from torchtitan_lite.base.errors import ConfigError, run_script
+from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.terminal import run_script
 
 PYTHON = "the Python that has torchtitan"
 TIMEOUT_S = 1800.0

@@ -21,7 +21,7 @@ from fake_gpu import WAITS, count_calls
 from running import FLAVORS_OF_TESTS
 
 from torchtitan_lite import train
-from torchtitan_lite.base.errors import run_script
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.checkpoint import checkpointer
 from torchtitan_lite.metrics.processor import StepValues

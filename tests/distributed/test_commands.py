@@ -33,7 +33,11 @@ INSTEAD = {
     "CONFIG_FILE=llama3_70b sbatch --nodes=4 scripts/train.slurm --training.steps 1000": (
         "bash -n scripts/train.slurm"  # tests/distributed/test_slurm.py runs it
     ),
-    # The network is not there for all.
+    # The network is not there for all. tests/distributed/test_object_store_runs.py has a bucket.
+    'pip install "torchtitan-lite[remote]"': "true",
+    "./run_train.sh --checkpoint.enable --checkpoint.folder s3://my-bucket/llama": "true",
+    "torchtitan-lite checkpoint verify s3://my-bucket/llama": "true",
+    "torchtitan-lite convert export s3://my-bucket/llama s3://my-bucket/llama-hf": "true",
     'pip install -e ".[hf]"': "true",
     'pip install -e ".[llama]"': "true",
     f"{MAKE} hf:allenai/c4 stores/c4 --hf-name en --max-tokens 10000000000": (

@@ -6,7 +6,8 @@ import sys
 import pytest
 from sample_checkpoints import flip_bit, write_checkpoint
 
-from torchtitan_lite.base.errors import CheckpointError, run_script
+from torchtitan_lite.base.errors import CheckpointError
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.checkpoint import manifest
 from torchtitan_lite.cli import run_command
 

@@ -491,7 +491,7 @@ def test_make_log_folder(tmp_path, monkeypatch):
 
 SUPERVISED = """
 import signal, sys
-from torchtitan_lite.base.errors import run_script
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.run import launch, signals
 launch.start_agent = lambda task: exec(sys.argv[1], {"__name__": "agent", "task": task})
 signals.REPEAT_SECONDS[signal.SIGTERM] = 1000.0
@@ -619,7 +619,7 @@ def test_a_second_signal_kills_the_agent_and_its_workers_unless_it_repeats_the_f
 
 WITH_WORKER = """
 import sys
-from torchtitan_lite.base.errors import run_script
+from torchtitan_lite.base.terminal import run_script
 from torchtitan_lite.run import launch
 
 start_agent = launch.start_agent

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from torchtitan_lite.base.errors import ConfigError, run_script
+from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import init_logger, logger
-from torchtitan_lite.base.terminal import clean
+from torchtitan_lite.base.terminal import clean, run_script
 from torchtitan_lite.metrics.writers import ConsoleWriter
 from torchtitan_lite.run import launch
 
@@ -60,8 +60,8 @@ def test_run_script_prints_letters_that_the_terminal_lacks_and_survives_without_
 def test_run_script_gives_the_numbers_of_closed_streams_to_no_file():
     opens = "os.system('echo && echo >&2') or os.open(os.devnull, os.O_RDONLY)"
     code = (
-        "import os; from torchtitan_lite.base import errors; errors.open_standard_streams();"
-        f"errors.run_script(lambda _: {opens})"
+        "import os; from torchtitan_lite.base import terminal; terminal.open_standard_streams();"
+        f"terminal.run_script(lambda _: {opens})"
     )
     closed = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code]
     assert subprocess.run(closed).returncode == 3

@@ -1,4 +1,4 @@
-"""Files and folders that survive a crash. Imports only the standard library."""
+"""Files and folders that survive a crash."""
 
 import errno
 import fcntl
@@ -7,10 +7,12 @@ import os
 import resource
 import shutil
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+from .errors import RunError
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers of a full disk or an exceeded quota."""
@@ -22,9 +24,34 @@ NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 READ_BYTES = 1 << 20
 
 
+def is_remote(path: Path) -> bool:
+    """Return whether `path`, of `open_path`, is a URL."""
+    return not isinstance(path, Path)
+
+
+@contextmanager
+def os_errors(path: Path) -> Iterator[None]:
+    """Raise OSError with `path` and a reason for any error of the store that holds a URL: libraries
+    of stores raise errors of their own, and OSErrors without a number."""
+    try:
+        yield
+    except Exception as error:
+        if not is_remote(path) or isinstance(error, RunError):
+            raise
+        kinds = ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES))
+        number = next((number for kind, number in kinds if isinstance(error, kind)), None)
+        number = number or getattr(error, "errno", None) or errno.EIO
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise OSError(number, reason, str(path)) from error
+
+
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write `content` to a file atomically and durably: a crash leaves the old file or the new one,
     which is on disk when this returns. Raises OSError, leaving the old file."""
+    if is_remote(path):
+        with os_errors(path):
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return
     draft = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
     try:
         with draft.open("wb") as stream:
@@ -41,7 +68,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
 def hash_file(path: Path, report: Callable[[int], object] = lambda size: None) -> str:
     """Return the SHA-256 of a file in hex. `report` gets the size of each block. Raises OSError."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with os_errors(path), path.open("rb") as file:
         while block := file.read(READ_BYTES):
             digest.update(block)
             report(len(block))
@@ -69,6 +96,8 @@ def lock_file(file: int | IO[str], operation: int) -> bool:
 
 def fsync_folder(path: Path) -> None:
     """Flush a folder to disk: what was created, renamed or deleted in it survives a power cut."""
+    if is_remote(path):
+        return
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

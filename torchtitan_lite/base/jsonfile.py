@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import tomli
 from pydantic import Field, TypeAdapter, ValidationError
 
-from .files import replace_file
+from .files import os_errors, replace_file
 
 T = TypeVar("T")
 
@@ -36,13 +36,15 @@ def read_regular(path: Path, *, max_bytes: int) -> bytes:
     have no end; OSError if the file cannot be read."""
     if (size := regular_size(path)) > max_bytes:
         raise ValueError(f"has {size} bytes, and the limit is {max_bytes}")
-    return path.read_bytes()
+    with os_errors(path):
+        return path.read_bytes()
 
 
 def regular_size(path: Path) -> int:
     """Return the size of a regular file in bytes. Raises ValueError for anything else, and OSError
     if there is none."""
-    found = path.stat()
+    with os_errors(path):
+        found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise ValueError("is not a regular file")
     return found.st_size

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import CheckpointError, RunError, StorageError
-from torchtitan_lite.base.files import hash_file
+from torchtitan_lite.base.files import hash_file, is_remote
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.flavors import ModelArgs
@@ -111,6 +111,11 @@ class Checkpointer:
                 on_rank0(lambda: folders.set_aside_after(self.folder, manifest.progress.step))
         without = ", without its optimizer" if resume.new_moments else ""
         logger.info(f"resumed from {path}{without}")
+
+    def begin(self) -> None:
+        """Set the checkpoints of earlier runs aside where `RunFolder.begin` does not: at a URL."""
+        if self.saves and is_remote(self.folder):
+            on_rank0(lambda: folders.set_aside_after(self.folder, 0))
 
     def load_weights(self, path: Path, args: ModelArgs) -> None:
         """Load the weights in a folder, of any kind and data type, into the model of dimensions
@@ -239,14 +244,25 @@ def write_tensors(
 ) -> None:
     """Write tensors with DCP, together with all ranks of `group`. Raises StorageError."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    writer = _Writer(folder, per_thread_copy_ahead=10_000_000 if copy_ahead else 0)
+    ahead = 10_000_000 if copy_ahead else 0
+    writer: FileSystemWriter
+    if is_remote(folder):
+        from torch.distributed.checkpoint import _fsspec_filesystem  # of the [remote] extra
+
+        writer = _fsspec_filesystem.FsspecWriter(
+            str(folder), sync_files=False, per_thread_copy_ahead=ahead
+        )
+    else:
+        writer = _Writer(folder, per_thread_copy_ahead=ahead)
     try:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as error:
         # torch does not always say that the disk is full.
-        free_gib = shutil.disk_usage(folder.parent).free / 2**30
-        reason = f"{first_failure(error)}; {free_gib:,.2f} GiB are free there; make room if needed"
-        raise folders.unwritable(folder, reason) from error
+        room = "make room if needed"
+        if not is_remote(folder):
+            free_gib = shutil.disk_usage(folder.parent).free / 2**30
+            room = f"{free_gib:,.2f} GiB are free there; {room}"
+        raise folders.unwritable(folder, f"{first_failure(error)}; {room}") from error
 
 
 class _Writer(FileSystemWriter):

@@ -8,7 +8,8 @@
 
 Anything else is never touched. A step's folder may not be a link, and one with a file that no save
 writes is neither deleted nor renamed. A kill at any moment leaves all earlier checkpoints, with or
-without the new one. Does not import torch.
+without the new one. An object store cannot rename: there a draft has its step's name, and becomes a
+checkpoint by its manifest. Does not import torch.
 """
 
 import re
@@ -17,9 +18,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torchtitan_lite.base.errors import CheckpointError, StorageError
-from torchtitan_lite.base.files import fsync_folder, storage_fix
+from torchtitan_lite.base.files import fsync_folder, is_remote, os_errors, storage_fix
 from torchtitan_lite.base.logger import logger
 
 from .manifest import MANIFEST, SAVED_FILES, STEP, BrokenCheckpoint, broken_files, read_manifest
@@ -38,19 +40,24 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def draft_folder(folder: Path, step: int) -> Path:
     """Return the path at which the checkpoint of `step` is written, and at which it is deleted."""
+    if is_remote(folder):
+        return step_folder(folder, step)
     return folder / f"{DRAFT_PREFIX}step-{step:08d}"
 
 
 def steps_with_folder(folder: Path) -> list[int]:
     """Return the steps that have a folder, ascending. Raises CheckpointError for a link."""
     # Path.glob would take a folder that cannot be read for an empty one.
-    paths = folder.iterdir() if folder.is_dir() else []
-    steps = {path: int(named[1]) for path in paths if (named := STEP.fullmatch(path.name))}
-    for path in steps:
-        if path.is_symlink():
-            rule = "is a link, and links are not followed; move the folder itself there"
-            raise CheckpointError(f"[checkpoint] {path} {rule}.")
-    return sorted(step for path, step in steps.items() if path.is_dir())
+    with os_errors(folder):
+        paths = folder.iterdir() if folder.is_dir() else []
+        steps = {path: int(named[1]) for path in paths if (named := STEP.fullmatch(path.name))}
+        for path in steps:
+            if path.is_symlink():
+                rule = "is a link, and links are not followed; move the folder itself there"
+                raise CheckpointError(f"[checkpoint] {path} {rule}.")
+        if is_remote(folder):
+            return sorted(step for path, step in steps.items() if (path / MANIFEST).is_file())
+        return sorted(step for path, step in steps.items() if path.is_dir())
 
 
 def steps_with_manifest(folder: Path) -> list[int]:
@@ -76,13 +83,23 @@ def start_draft(folder: Path, step: int) -> Path:
     draft = draft_folder(folder, step)
     with storage_errors(folder):
         _refuse_foreign(draft)
-        draft.mkdir(parents=True)
+        if not is_remote(draft):
+            draft.mkdir(parents=True)
+        elif draft.exists():
+            logger.info(f"{draft} was there already: kept as {_set_aside(draft, 'superseded')}")
     return draft
 
 
 def remove_drafts(folder: Path) -> None:
     """Delete all drafts without foreign files. Raises StorageError."""
     with storage_errors(folder):
+        if is_remote(folder):
+            complete = steps_with_folder(folder)
+            for path in folder.iterdir() if folder.exists() else []:
+                named = STEP.fullmatch(path.name)
+                if named and int(named[1]) not in complete and not _foreign_file(path):
+                    _delete(path)
+            return
         for draft in folder.glob(f"{DRAFT_PREFIX}step-*"):
             name = draft.name.removeprefix(DRAFT_PREFIX)
             if draft.is_symlink() or not draft.is_dir():
@@ -97,7 +114,9 @@ def commit(draft: Path, target: Path) -> None:
     """Rename a complete draft to its checkpoint, durably.
 
     A checkpoint that exists already is kept instead if every byte of it verifies, and set aside if
-    not. Raises StorageError."""
+    not. In an object store it is one already, by its manifest. Raises StorageError."""
+    if draft == target:
+        return
     with storage_errors(target.parent):
         fsync_folder(draft)
         _refuse_foreign(target)
@@ -125,14 +144,15 @@ def prune(folder: Path, keep: int) -> None:
             if foreign := _foreign_file(path):
                 logger.warning(f"{path} is not deleted: no save has written {foreign.name} in it")
             else:
-                _delete(path.rename(draft_folder(folder, step)))
+                draft = draft_folder(folder, step)
+                _delete(path if path == draft else path.rename(draft))
 
 
 def set_aside_after(folder: Path, step: int) -> None:
     """Rename the checkpoints of later steps and their Hugging Face models, because a run that
     resumes from `step` trains these steps again. Raises StorageError."""
     with storage_errors(folder):
-        for path in sorted(folder.iterdir(), reverse=True):
+        for path in sorted(folder.iterdir() if folder.exists() else [], reverse=True):
             named = STEP.fullmatch(path.name.removesuffix(HF_SUFFIX))
             if named and int(named[1]) > step and path.is_dir():
                 if not path.name.endswith(HF_SUFFIX):
@@ -145,7 +165,8 @@ def set_aside_after(folder: Path, step: int) -> None:
 def storage_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError in the block into a StorageError with its path and the fix."""
     try:
-        yield
+        with os_errors(folder):
+            yield
     except OSError as error:
         reason = f"{error.strerror}; {storage_fix(error)}"
         raise unwritable(error.filename or folder, reason) from error
@@ -176,8 +197,14 @@ def _refuse_foreign(folder: Path) -> None:
         )
 
 
-def _set_aside(path: Path, reason: str) -> Path:
-    return path.rename(path.with_name(f"{reason}-{path.name}-{time.time_ns()}"))
+def _set_aside(path: Any, reason: str) -> Path:
+    kept = path.with_name(f"{reason}-{path.name}-{time.time_ns()}")
+    if not is_remote(path):
+        return path.rename(kept)
+    for file in path.iterdir():
+        path.fs.copy(file.path, (kept / file.name).path)  # within the store
+    _delete(path)
+    return kept
 
 
 def _delete(draft: Path) -> None:
@@ -185,7 +212,8 @@ def _delete(draft: Path) -> None:
     (draft / MANIFEST).unlink(missing_ok=True)
     for path in draft.iterdir():
         path.unlink()
-    draft.rmdir()
+    if not is_remote(draft):
+        draft.rmdir()
 
 
 # ----- Find -----
@@ -194,10 +222,11 @@ def _delete(draft: Path) -> None:
 def find_checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint at `path`, or those in it, by step, if it is a run folder or its folder
     of checkpoints. Raises CheckpointError if there is none."""
-    if path.exists() and (STEP.fullmatch(path.name) or (path / MANIFEST).is_file()):
-        return [path]
-    children = sorted(child for child in path.iterdir() if child.is_dir()) if path.is_dir() else []
-    for folder in (path, *children):
+    with os_errors(path):
+        if path.exists() and (STEP.fullmatch(path.name) or (path / MANIFEST).is_file()):
+            return [path]
+        children = [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
+    for folder in (path, *sorted(children)):
         if steps := steps_with_folder(folder):
             return [step_folder(folder, step) for step in steps]
     problem = "is missing;"
@@ -221,7 +250,8 @@ def find_kind(path: Path) -> str:
     """Return who wrote a folder of weights: "torchtitan_lite", "torchtitan" or "Hugging Face".
     Raises CheckpointError, with what the folder has, if there are none."""
     try:
-        names = sorted(child.name for child in path.iterdir())
+        with os_errors(path):
+            names = sorted(child.name for child in path.iterdir())
     except OSError as error:
         names, reason = [], f"cannot be listed: {error.strerror}"
     else:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import sentencepiece
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchtitan_lite.base.errors import CheckpointError, ConfigError, DataError
-from torchtitan_lite.base.files import fsync_folder, replace_file
+from torchtitan_lite.base.files import fsync_folder, is_remote, replace_file
 from torchtitan_lite.base.jsonfile import parse_toml, read_json_object
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.progress import progress
@@ -74,14 +75,25 @@ def export_hf(
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """Create a folder that is renamed to `target`, durably, at the end of the block, and removed if
-    the block raises. Raises ConfigError if something is in the way; StorageError."""
+def new_folder(target: Any) -> Iterator[Path]:
+    """Create a folder that is renamed to `target`, durably, at the end of the block, or copied to
+    it if it is a URL, and removed if the block raises. Raises ConfigError if something is in the
+    way; StorageError."""
+    exists = "exists; remove it, or write to another folder."
+    if is_remote(target):
+        with storage_errors(target), TemporaryDirectory() as made:
+            if target.exists():
+                raise ConfigError(f"{target} {exists}")
+            yield Path(made)
+            # Without config.json, which is copied last, the folder is no model.
+            for path in sorted(Path(made).iterdir(), key=lambda path: path.name == "config.json"):
+                target.fs.put_file(str(path), (target / path.name).path)
+        return
     target = target.resolve()
     draft = target.parent / f".tmp-{target.name}"
     for path in (target, draft):  # the root of all folders, without a name, is a target
         if path.exists():
-            raise ConfigError(f"{path} exists; remove it, or write to another folder.")
+            raise ConfigError(f"{path} {exists}")
 
     with storage_errors(target):
         draft.mkdir(parents=True)

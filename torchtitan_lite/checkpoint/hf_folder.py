@@ -20,6 +20,7 @@ from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.base.jsonfile import read_json_object, regular_size
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.paths import fetch
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
 from torchtitan_lite.config import check_model_table
 from torchtitan_lite.config.keys import changes
@@ -61,7 +62,9 @@ class HfReader:
 
     def __init__(self, folder: Path) -> None:
         """Compare the headers of all files with config.json. Raises CheckpointError if they differ,
-        or if a file is missing or damaged."""
+        or if a file is missing or damaged. Of a URL, the copy in the cache is read."""
+        with hf_errors(folder):
+            self.folder = folder = fetch(folder)
         config = folder / "config.json"
         with hf_errors(config):
             self.args = model_args(read_json_object(config))

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, ConfigDict, Field, StringConstraints, TypeAdapter
 
 from torchtitan_lite.base.errors import CheckpointError, StorageError
-from torchtitan_lite.base.files import ABSENT, hash_file, storage_fix
+from torchtitan_lite.base.files import ABSENT, hash_file, is_remote, storage_fix
 from torchtitan_lite.base.jsonfile import (
     Count,
     parse_toml,
@@ -24,6 +24,7 @@ from torchtitan_lite.base.jsonfile import (
     validate_hashed_json,
     write_hashed_json,
 )
+from torchtitan_lite.base.paths import listed_sizes
 from torchtitan_lite.base.progress import progress
 from torchtitan_lite.config.keys import changes
 
@@ -179,12 +180,13 @@ def broken_files(
     # Largest first, so that the shares of the callers are about equal.
     order = sorted(files, key=lambda name: -files[name].size)
     read = {name for name in order[rank::world_size] if hashes or not name.endswith(TENSORS_SUFFIX)}
+    size_of = listed_sizes(folder) if is_remote(folder) else regular_size
     total = sum(files[name].size for name in read)
     with progress(f"verifying {folder}", total, shown=rank == 0) as bar:
         for name in order:
             path, entry = folder / name, files[name]
             try:
-                if (size := regular_size(path)) != entry.size:
+                if (size := size_of(path)) != entry.size:
                     problems.append(f"{name} has {size} bytes, not {entry.size}")
                 elif name in read and hash_file(path, bar.update) != entry.sha256:
                     problems.append(f"{name}: its contents have changed")

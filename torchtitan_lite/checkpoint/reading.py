@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchtitan_lite.base.collectives import on_all_ranks
-from torchtitan_lite.base.files import ABSENT
+from torchtitan_lite.base.files import ABSENT, is_remote
 from torchtitan_lite.base.jsonfile import read_regular
 
 from .folders import find_problems
@@ -190,7 +190,12 @@ class TableReader(FileSystemReader):
     """Reader of the tensors in a checked table, from the files in a folder."""
 
     def __init__(self, folder: Path, table: Metadata) -> None:
-        super().__init__(folder)
+        super().__init__(str(folder))
+        if is_remote(folder):
+            from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+
+            self.fs: Any = FileSystem()
+            self.path = self.fs.init_path(str(folder))
         self._table, tensors = table, dict[str, Any](table.state_dict_metadata)
         self.tensors = {
             name: TensorEntry(str(each.properties.dtype).removeprefix("torch."), tuple(each.size))

@@ -10,6 +10,7 @@ from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import CheckpointError
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.paths import open_path
 from torchtitan_lite.config import CheckpointConfig
 
 from . import folders
@@ -49,7 +50,7 @@ def find_resume(checkpoint: CheckpointConfig, *, folder: Path) -> Resume | None:
     if checkpoint.initial_load_path is None or checkpoint.initial_load_model_only:
         return None
 
-    path = Path(checkpoint.initial_load_path)
+    path = open_path(checkpoint.initial_load_path)
     kind = on_rank0(lambda: folders.find_kind(path))
     manifest = verify(path) if kind == "torchtitan_lite" else None
     if manifest is None or manifest.has_weights_only:

@@ -22,6 +22,8 @@ from torchtitan_lite.checkpoint.manifest import (
     read_manifest,
 )
 
+from .parser import path_or_url
+
 COLUMNS = ["step", "tokens", "written", "GiB", "ranks", "mesh", "float8", "state"]
 
 
@@ -29,11 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ls and verify."""
     commands = parser.add_subparsers(dest="command", required=True)
     ls = commands.add_parser("ls", help="list the checkpoints of a run")
-    ls.add_argument("folder", type=Path, help="run folder, or its folder of checkpoints")
+    ls.add_argument("folder", type=path_or_url, help="run folder, or its folder of checkpoints")
 
     verify = commands.add_parser("verify", help="report damage; exit code 4 if there is any")
     text = "step folder, or a folder that ls takes"
-    verify.add_argument("paths", type=Path, nargs="+", metavar="path", help=text)
+    verify.add_argument("paths", type=path_or_url, nargs="+", metavar="path", help=text)
     verify.add_argument("--quick", action="store_true", help="sizes only: do not read every byte")
 
 

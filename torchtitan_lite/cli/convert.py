@@ -7,17 +7,20 @@ Exit codes: 2 if the folder exists, 4 if the weights are broken or do not fit, 7
 """
 
 import argparse
-from pathlib import Path
 
 from torchtitan_lite.checkpoint.folders import find_checkpoints
+
+from .parser import path_or_url
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add export."""
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face model")
-    export.add_argument("run", type=Path, metavar="RUN", help="run folder, or a step's folder")
-    export.add_argument("out", type=Path, metavar="OUT", help="folder to make")
+    export.add_argument(
+        "run", type=path_or_url, metavar="RUN", help="run folder, or a step's folder"
+    )
+    export.add_argument("out", type=path_or_url, metavar="OUT", help="folder to make")
     choices = ("float32", "bfloat16", "float16", "keep")
     text = "type of the weights (keep: as saved)"
     export.add_argument("--dtype", choices=choices, default="keep", help=text)

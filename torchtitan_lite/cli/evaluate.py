@@ -15,14 +15,14 @@ from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.tables import format_columns
 
-from .parser import Parser, number, path_text, print_answer
+from .parser import Parser, number, path_or_url, path_text, print_answer
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the options, and every key of the config."""
     parser.add_keys()
     option, either = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
-    option("source", type=Path, metavar="SOURCE", help="where the weights are")
+    option("source", type=path_or_url, metavar="SOURCE", help="where the weights are")
     text = "text or token store to evaluate on, whole"
     either.add_argument("--data", type=path_text, metavar="PATH", help=text)
     text = "tasks of lm-evaluation-harness to evaluate on"

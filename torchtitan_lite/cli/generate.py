@@ -10,18 +10,17 @@ for weights whose logits are not finite.
 import argparse
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from torchtitan_lite.base.errors import ConfigError
 
-from .parser import Parser, number, path_text, print_answer
+from .parser import Parser, number, path_or_url, path_text, print_answer
 
 
 def add_arguments(parser: Parser) -> None:
     """Add the options."""
     option, real = parser.add_argument, partial(number, kind=float)
     count, seed = partial(number, least=0), partial(number, least=0, most=2**63 - 1)
-    option("source", type=Path, metavar="SOURCE", help="where the weights are")
+    option("source", type=path_or_url, metavar="SOURCE", help="where the weights are")
     option("prompts", nargs="+", metavar="PROMPT", help="text to continue")
     text = "tokens to generate at most (default: 64)"
     option("--max-new-tokens", type=number, default=64, metavar="N", help=text)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import strict_json
-from torchtitan_lite.config import expand_user
+from torchtitan_lite.base.paths import expand_user, open_path
 from torchtitan_lite.config.keys import KEYS, closest
 
 KEYS_HELP = "--table.key value overrides a key of the config: torchtitan-lite train --help"
@@ -73,6 +73,14 @@ def path_text(text: str) -> str:
         return expand_user(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+
+
+def path_or_url(text: str) -> Path:
+    """Return the Path of a path, or the UPath of a URL: an argparse type."""
+    try:
+        return open_path(path_text(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def number(

@@ -40,4 +40,4 @@ from .sections import (
     ValidationConfig,
 )
 from .stages import Stages, resolve_stages
-from .types import CROSS_ENTROPY, expand_user
+from .types import CROSS_ENTROPY

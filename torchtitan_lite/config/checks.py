@@ -127,8 +127,9 @@ RECIPE_KEYS: dict[str, Callable[[Recipe], bool]] = {
 
 def own_names(config: Config) -> dict[str, str]:
     """Return the folders within the run folder that the config names, by key."""
+    checkpoints = config.checkpoint.folder
     return {
-        "[checkpoint] folder": config.checkpoint.folder,
+        **({} if "://" in checkpoints else {"[checkpoint] folder": checkpoints}),
         "[metrics] save_tb_folder": config.metrics.save_tb_folder,
         "[profiling] save_traces_folder": config.profiling.save_traces_folder,
         "[profiling] save_memory_snapshot_folder": config.profiling.save_memory_snapshot_folder,

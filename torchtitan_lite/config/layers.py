@@ -10,10 +10,10 @@ from typing import Any
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml, read_toml
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.paths import expand_user
 
 from .keys import KEYS, Key, closest, did_you_mean, show, show_key
 from .torchtitan import CONVERTERS, FOREIGN, MOVED, UNREAD, current_name, find_foreign
-from .types import expand_user
 
 CONFIG_FILE = "job.config_file"
 SHIPPED = Path(__file__).parents[1] / "train_configs"

@@ -1,8 +1,11 @@
 """Sections about the run: its folder, checkpoints, validation, reports, communication, seed."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, Strict
+
+from torchtitan_lite.base.paths import open_path
 
 from .types import (
     AllOrCount,
@@ -33,7 +36,7 @@ class CheckpointConfig(Section):
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the run folder."""
     folder: Name = "checkpoint"
-    """Folder of the checkpoints, within job.dump_folder."""
+    """Folder of the checkpoints, within job.dump_folder, or a URL such as s3://bucket/folder."""
     interval: Count = 500
     """Steps between saves; the last step is always saved."""
     enable_first_step_checkpoint: bool = False
@@ -53,13 +56,18 @@ class CheckpointConfig(Section):
     load_step: AllOrCount = -1
     """Step to resume from, and no other; -1: the newest that verifies, if any; 0: a new run."""
     initial_load_path: PathName | None = None
-    """Weights for a new run: folder of a checkpoint, also torchtitan's, or a Hugging Face model."""
+    """Weights for a new run: a checkpoint's folder or URL, also torchtitan's or Hugging Face's."""
     initial_load_in_hf: bool = False
     """Refuse any but a Hugging Face model; without initial_load_path it is model.tokenizer_path."""
     initial_load_model_only: bool = True
     """false: a new run goes on from all that the checkpoint at initial_load_path has."""
     exclude_from_loading: Annotated[tuple[Literal["optimizer"], ...], Strict(False)] = ()
     """["optimizer"]: a run that resumes starts with new moments. Nothing else can be left out."""
+
+    def within(self, run_folder: Path) -> Path:
+        """Return the folder of the checkpoints of a run. Raises ConfigError for a URL of an unknown
+        scheme."""
+        return open_path(self.folder) if "://" in self.folder else run_folder / self.folder
 
 
 class ValidationConfig(Section):

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -17,22 +16,11 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from torchtitan_lite.base.errors import ConfigError
+from torchtitan_lite.base.paths import expand_user
 from torchtitan_lite.catalog.datasets import DATASETS
 from torchtitan_lite.catalog.lr_schedule import DECAYS
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.catalog.schedules import SCHEDULES
-
-
-def expand_user(path: str, *, what: str = "") -> str:
-    """Return `path` with ~ or ~user at its start replaced by that user's home. Raises ConfigError,
-    which begins with `what`, if the home is not known."""
-    try:
-        return str(Path(path).expanduser()) if path.startswith("~") else path
-    except RuntimeError as error:
-        home = path.partition("/")[0]
-        fix = "write the path in full"
-        raise ConfigError(f"{what}the folder {home} is not known; {fix}") from error
 
 
 def refuse_zero_bubble(schedule: object) -> object:

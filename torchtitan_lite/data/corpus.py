@@ -1,12 +1,14 @@
 """The data of a run: the stores that a config names, opened, checked and mixed."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import storage_fix
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.paths import fetch, open_path
 from torchtitan_lite.catalog.datasets import DATASETS, HF_PREFIX, NamedDataset
 from torchtitan_lite.config import TrainingConfig, ValidationConfig
 from torchtitan_lite.config.keys import changes
@@ -125,16 +127,18 @@ def open_data(
                 f"torchtitan-lite data make {row.path} STORE (docs/data.md, Train on C4)"
             )
         # A store is read where it is; other text becomes a store in the cache.
-        if is_store(folder := Path(row.path)):
+        folder = fetch(open_path(row.path))
+        if is_store(folder):
             return _check_tokenizer(TokenStore(folder), tokenizer)
         # A run on a store loads neither the readers of text nor the writer of stores.
         from .store_writer import open_cached
 
-        return open_cached(path or dataset, row, tokenizer)
+        return open_cached(path or dataset, replace(row, path=str(folder)), tokenizer)
     except (DataError, StorageError, OSError) as error:
         kind, problem = type(error), str(error)
         if isinstance(error, OSError):
-            kind, cache = StorageError, "the cache of tokens (XDG_CACHE_HOME)"
+            cache = "the cache of tokens (XDG_CACHE_HOME)"
+            kind = DataError if isinstance(error, FileNotFoundError) else StorageError
             problem = f"{error.filename or cache}: {error.strerror}; {storage_fix(error)}"
         setting = f'dataset = "{dataset}"' if path is None else f'{key} = "{path}"'
         raise kind(f"{table} {setting}: {problem}") from error

@@ -14,8 +14,8 @@ from typing import Any
 
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.paths import expand_user
 from torchtitan_lite.catalog.datasets import DATASETS, HF_PREFIX, NamedDataset
-from torchtitan_lite.config import expand_user
 
 from .rows import (
     COMPRESSED,

@@ -22,9 +22,9 @@ from torchtitan_lite.base.errors import DataError, StorageError
 from torchtitan_lite.base.files import fsync_folder, hash_file, lock_file, remove_folder
 from torchtitan_lite.base.jsonfile import write_hashed_json
 from torchtitan_lite.base.logger import logger
+from torchtitan_lite.base.paths import cache_folder
 from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.datasets import NamedDataset
-from torchtitan_lite.config import expand_user
 
 from .rows import Row, grouped
 from .sources import Chunk, Source, build_source
@@ -62,9 +62,7 @@ def open_cached(name: str, dataset: NamedDataset, tokenizer: Tokenizer) -> Token
     if tokenizer.one_separator:  # earlier versions made another store of the same inputs
         inputs += " one separator"
     key = hashlib.sha256(inputs.encode()).hexdigest()[:16]
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = expand_user(home, what=f"token cache $XDG_CACHE_HOME = {home}: ")
-    return make_store(Path(home) / "torchtitan_lite" / "tokens" / key, source, tokenizer)
+    return make_store(cache_folder("tokens") / key, source, tokenizer)
 
 
 def make_store(

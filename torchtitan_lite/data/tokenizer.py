@@ -19,7 +19,7 @@ import sentencepiece
 
 from torchtitan_lite.base.errors import DataError
 from torchtitan_lite.base.jsonfile import read_json_object, read_regular
-from torchtitan_lite.config import expand_user
+from torchtitan_lite.base.paths import expand_user
 from torchtitan_lite.config.job import TokenizerValues
 
 # The package tokenizers would tokenize each batch on all cores; it reads this at every batch. Set

@@ -15,6 +15,7 @@ import torch
 
 from torchtitan_lite.base.errors import ConfigError, DataError
 from torchtitan_lite.base.jsonfile import parse_toml
+from torchtitan_lite.base.paths import fetch
 from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
 from torchtitan_lite.checkpoint.hf_export import export_hf
 from torchtitan_lite.checkpoint.hf_folder import HfReader, model_settings
@@ -89,8 +90,9 @@ def read_source(source: Path) -> dict[str, Any]:
     """Return the tables of a config that loads the weights in `source` as its run trained them."""
     path, tables = source, {}
     if (source / "config.json").is_file():
-        args = HfReader(source).args
-        tables["model"] = model_settings(args) | {"tokenizer_path": str(source)}
+        reader = HfReader(source)
+        args = reader.args
+        tables["model"] = model_settings(args) | {"tokenizer_path": str(reader.folder)}
         tables["training"] = {"seq_len": min(args.max_seq_len, 2048)}
     else:
         path = find_checkpoints(source)[-1]
@@ -131,8 +133,10 @@ def evaluate_tasks(
     options |= {"device": "cuda", "batch_size": "auto"} if on_gpu else {"device": "cpu"}
     bare = sys.__stderr__  # the stream of the commands would escape the bars' carriage returns
     with TemporaryDirectory() as scratch, redirect_stdout(bare), redirect_stderr(bare):
-        folder = source if (source / "config.json").is_file() else Path(scratch, "model")
-        if folder is not source:
+        folder = Path(scratch, "model")
+        if (source / "config.json").is_file():
+            folder = fetch(source)
+        else:
             export_hf(find_checkpoints(source)[-1], folder)
         if not (folder / "tokenizer_config.json").is_file():
             fix = "add the tokenizer.json and tokenizer_config.json of its Hugging Face model"

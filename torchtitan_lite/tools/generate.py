@@ -7,6 +7,7 @@ import torch
 
 from torchtitan_lite.base.errors import ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml
+from torchtitan_lite.base.paths import open_path
 from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
 from torchtitan_lite.checkpoint.hf_folder import HfReader, open_weights
 from torchtitan_lite.checkpoint.reading import SafeReader
@@ -21,7 +22,7 @@ def generate(
 ) -> list[Sample]:
     """Return a text that follows each prompt, by the model in `source`: a checkpoint's folder, a
     run's, whose newest is taken, or a Hugging Face model's. Raises RunError."""
-    model, tokenizer = load_model(Path(source))
+    model, tokenizer = load_model(open_path(str(source)))
     return continue_prompts(model, tokenizer, prompts, sampling or Sampling())
 
 
@@ -40,7 +41,7 @@ def load_model(
     reader: HfReader | SafeReader
     if (source / "config.json").is_file():
         reader = HfReader(source)
-        args, own_tokenizer = reader.args, str(source)
+        args, own_tokenizer = reader.args, str(reader.folder)
     else:
         step_dir = find_checkpoints(source)[-1]
         with naming(step_dir, fix="; name another step."):

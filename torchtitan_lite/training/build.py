@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torchtitan_lite.base.errors import CheckpointError, ConfigError
 from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.outside import check_outside, load_object
+from torchtitan_lite.base.paths import open_path
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, TrainingProgress, check_model
 from torchtitan_lite.checkpoint.resume import Resume
@@ -167,7 +167,7 @@ def build_loaded_model(
         built.model,
         optimizer,
         settings,
-        folder=job.folder / settings.folder,
+        folder=settings.within(job.folder),
         device=device,
         manifest=manifest,
         stages=mesh["pp"].get_group(),
@@ -180,7 +180,7 @@ def build_loaded_model(
     if resume is not None:
         checkpointer.load(resume)
     elif initial is not None:
-        checkpointer.load_weights(Path(initial), job.model_args)
+        checkpointer.load_weights(open_path(initial), job.model_args)
     update_scales(built.model, config.float8)
     return built, optimizer, checkpointer
 

@@ -1,0 +1,95 @@
+"""Paths as users write them: ~ is a home, and scheme://... an fsspec URL of an object store.
+
+A URL gets pathlib's methods from universal_pathlib. It differs from a folder in what an object
+store can do: no links, no locks, no rename but copy and delete. An object is there once all of it
+has arrived.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .files import is_remote, lock_file, os_errors
+from .logger import logger
+
+
+def expand_user(path: str, *, what: str = "") -> str:
+    """Return `path` with ~ or ~user at its start replaced by that user's home. Raises ConfigError,
+    which begins with `what`, if the home is not known."""
+    try:
+        return str(Path(path).expanduser()) if path.startswith("~") else path
+    except RuntimeError as error:
+        home = path.partition("/")[0]
+        fix = "write the path in full"
+        raise ConfigError(f"{what}the folder {home} is not known; {fix}") from error
+
+
+def open_path(text: str) -> Any:
+    """Return the Path of `text`, or the UPath of a URL. Raises ConfigError for a URL of an unknown
+    scheme, or of one that needs a package that is missing."""
+    text = text.removeprefix("file://")
+    if "://" not in text:
+        return Path(text)
+    try:
+        from upath import UPath  # of the [remote] extra
+
+        # Other ranks and other runs write into the same folder, so that a kept list may be old.
+        path = UPath(text, use_listings_cache=False)
+        path.fs  # noqa: B018  # imports the package of the scheme
+    except (ImportError, ValueError) as error:
+        fix = 'pip install "torchtitan-lite[remote]", and gcsfs, adlfs, ... for others than s3://'
+        raise ConfigError(f"{text}: {error}; {fix}") from error
+    return path
+
+
+def listed_sizes(folder: Any) -> Callable[[Path], int]:
+    """List the folder at a URL once, and return a function that gives the size of each file in it,
+    in bytes, and raises FileNotFoundError for others. Raises OSError."""
+    with os_errors(folder):
+        found = folder.fs.find(folder.path, detail=True)
+    sizes = {name.rpartition("/")[2]: detail["size"] for name, detail in found.items()}
+
+    def size_of(path: Path) -> int:
+        if path.name not in sizes:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return int(sizes[path.name])
+
+    return size_of
+
+
+def cache_folder(kind: str) -> Path:
+    """Return the folder `kind` of this project in $XDG_CACHE_HOME. Raises ConfigError."""
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = expand_user(home, what=f"the cache $XDG_CACHE_HOME = {home}: ")
+    return Path(home) / "torchtitan_lite" / kind
+
+
+def fetch(path: Path) -> Path:
+    """Return `path`, or of a URL the copy of its file or folder in the cache. The first process of
+    a host to ask makes the copy, while others wait. Raises OSError, ConfigError."""
+    if not is_remote(path):
+        return path
+    remote: Any = path
+    with os_errors(path):
+        found = remote.fs.find(remote.path, detail=True)
+        if not found:
+            raise FileNotFoundError("there is no object of that name")
+        # Sizes, times and tags: another copy for other contents.
+        key = hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
+        copy = cache_folder("fetched") / key / path.name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with copy.with_name(".lock").open("a") as lock:
+            lock_file(lock, fcntl.LOCK_EX)
+            if not copy.exists():
+                logger.info(f"copying {path} to {copy}")
+                draft = copy.with_name(f".{copy.name}.partial")
+                shutil.rmtree(draft, ignore_errors=True)
+                remote.fs.get(remote.path, str(draft), recursive=True)
+                draft.rename(copy)
+    return copy
