@@ -84,7 +84,7 @@ def test_an_error_is_one_line_and_exit_code_2(tmp_path):
 
 def test_a_command_runs_in_a_folder_that_is_deleted(tmp_path):
     (tmp_path / "gone").mkdir()
-    line = f"cd {tmp_path}/gone; rmdir ../gone; exec {shlex.join(MAIN)} list recipes"
+    line = f"cd {tmp_path}/gone; rmdir ../gone; exec {shlex.join(MAIN)} schema"
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     found = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True)
     assert found.returncode == 0 and "rowwise_with_gw_hp" in found.stdout, found.stderr
@@ -105,7 +105,7 @@ sys.meta_path.insert(0, Interrupt())
 def test_ctrl_c_in_the_imports_ends_without_a_traceback(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
     found = subprocess.run(
-        [*MAIN, "list"],
+        [*MAIN, "schema"],
         env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
         capture_output=True,
         text=True,

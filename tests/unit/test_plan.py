@@ -500,11 +500,11 @@ def test_a_full_disk_or_a_closed_pipe_is_no_traceback(unbuffered):
     env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     streams = {"stderr": subprocess.PIPE, "text": True, "env": env, "cwd": ROOT}
     with Path("/dev/full").open("w") as full:
-        result = subprocess.run([*PLAN[:3], "list"], stdout=full, timeout=100, **streams)
+        result = subprocess.run([*PLAN[:3], "schema"], stdout=full, timeout=100, **streams)
     assert (result.returncode, result.stderr.count("\n")) == (7, 1)
     assert re.search(r"No space left on device; make room", result.stderr)
 
-    with subprocess.Popen([*PLAN[:3], "list"], stdout=subprocess.PIPE, **streams) as process:
+    with subprocess.Popen([*PLAN[:3], "schema"], stdout=subprocess.PIPE, **streams) as process:
         process.stdout.close()
         assert "Traceback" not in process.stderr.read()
     assert process.returncode == -signal.SIGPIPE

@@ -112,11 +112,3 @@ def block_linear_shapes(args: ModelArgs) -> dict[str, tuple[int, int]]:
         name: (getattr(args, linear.out_features), getattr(args, linear.in_features))
         for name, linear in BLOCK_LINEARS.items()
     }
-
-
-def count_parameters(args: ModelArgs, *, vocab_size: int) -> int:
-    """Return the number of parameters of a model with `vocab_size` ids."""
-    linears = sum(rows * columns for rows, columns in block_linear_shapes(args).values())
-    block = linears + 2 * args.dim  # and two norms
-    matrices = 1 if args.tie_embeddings else 2  # the embedding and the output
-    return args.n_layers * block + args.dim + matrices * vocab_size * args.dim

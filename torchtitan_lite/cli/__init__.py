@@ -16,7 +16,7 @@ from .parser import Parser
 PROGRAM = "torchtitan-lite"
 COMMANDS = (
     *("train", "check", "plan", "data", "checkpoint", "convert", "compare"),
-    *("generate", "evaluate", "status", "list", "schema"),
+    *("generate", "evaluate", "status", "schema"),
 )
 
 
