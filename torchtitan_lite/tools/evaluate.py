@@ -11,7 +11,6 @@ from typing import Any
 import tomli_w
 
 from torchtitan_lite.base.errors import ConfigError, DataError
-from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
 from torchtitan_lite.checkpoint.hf_folder import HfReader, model_settings
 from torchtitan_lite.checkpoint.manifest import read_manifest
@@ -91,7 +90,7 @@ def read_source(source: Path) -> dict[str, Any]:
     else:
         path = find_checkpoints(source)[-1]
         with naming(path, fix="; name another step."):
-            saved = parse_toml(read_manifest(path).config.encode())
+            saved = read_manifest(path).tables
         tables = {name: saved.get(name, {}) for name in TABLES}
         for key in ("dataset", "loss", "after_step"):  # the run's own code, which has no part here
             tables["training"].pop(key, None)
