@@ -1,9 +1,11 @@
 """Convert a checkpoint to a model that Hugging Face's transformers read.
 
-  export RUN OUT   write a run's newest checkpoint, or a step's folder, as safetensors, config.json
-                   and, if transformers can read it, the tokenizer, into a new folder
+  export RUN OUT   write a run's newest checkpoint, or a step's folder, as safetensors, config.json,
+                   a model card and, if transformers can read it, the tokenizer, into a new folder;
+                   float8 is for linears that trained in it, which vLLM and transformers load
 
-Exit codes: 2 if the folder exists, 4 if the weights are broken or do not fit, 7 if the disk fails.
+Exit codes: 2 if the folder exists, or nothing trained in float8, 4 if the weights are broken or do
+not fit, 7 if the disk fails.
 """
 
 import argparse
@@ -18,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export = commands.add_parser("export", help="write a checkpoint as a Hugging Face model")
     export.add_argument("run", type=Path, metavar="RUN", help="run folder, or a step's folder")
     export.add_argument("out", type=Path, metavar="OUT", help="folder to make")
-    choices = ("float32", "bfloat16", "float16", "keep")
-    text = "type of the weights (keep: as saved)"
+    choices = ("float32", "bfloat16", "float16", "float8", "keep")
+    text = "type of the weights (keep: as saved; float8: that of compressed-tensors)"
     export.add_argument("--dtype", choices=choices, default="keep", help=text)
 
 
