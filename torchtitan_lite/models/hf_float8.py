@@ -37,7 +37,7 @@ def trained_in_float8(args: ModelArgs, float8: Float8Config) -> tuple[list[str],
 
 
 def quantize(weight: Tensor, float8: Float8Config) -> list[Tensor]:
-    """Return a weight in float8, and its scales: one if the recipe's are of a tensor."""
+    """Return a weight in float8, and its scales: one if the recipe gathers float8, or one a row."""
     from torchtitan_lite.float8.blockwise import scale_blocks  # slow to import
 
     rows, columns = weight.shape
