@@ -107,8 +107,8 @@ class HfReader:
             here = torch.arange(len(weight))
             there = from_hf(name, here, self.args)
             local.copy_(weight[rows if there is here else there[rows]])
-        if cast := [name for name in state if f"{self._names[name]}{SCALE}" in self._files]:
-            logger.info(f"{len(cast)} float8 weights are converted to {state[cast[0]].dtype}")
+        if count := sum(f"{name}{SCALE}" in self._files for name in self._names.values()):
+            logger.info(f"its {count} float8 weights are converted to {target.dtype}")
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
