@@ -2,7 +2,7 @@
 
   export RUN OUT   write a run's newest checkpoint, or a step's folder, as safetensors, config.json,
                    a model card and, if transformers can read it, the tokenizer, into a new folder;
-                   float8 is for linears that trained in it, which vLLM and transformers load
+                   float8, of linears that trained in it, is as vLLM and transformers load it
 
 Exit codes: 2 if the folder exists, or nothing trained in float8, 4 if the weights are broken or do
 not fit, 7 if the disk fails.
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("run", type=Path, metavar="RUN", help="run folder, or a step's folder")
     export.add_argument("out", type=Path, metavar="OUT", help="folder to make")
     choices = ("float32", "bfloat16", "float16", "float8", "keep")
-    text = "type of the weights (keep: as saved; float8: that of compressed-tensors)"
+    text = "type of the weights (keep: as saved; float8: of linears that trained in it)"
     export.add_argument("--dtype", choices=choices, default="keep", help=text)
 
 
