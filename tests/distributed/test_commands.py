@@ -59,6 +59,8 @@ INSTEAD = {
     'pip install "lm_eval[hf]"': "true",
     "lm_eval --model hf --model_args pretrained=small-llama --tasks hellaswag,arc_easy "
     "--device cuda:0 --batch_size 16": "true",
+    "pip install compressed-tensors": "true",
+    "vllm serve outputs/saved-float8": "true",
     # The benchmark takes minutes; tests/distributed/test_bench_runs.py runs some of its rows.
     BENCH: f"{BENCH} --help",
     f"{BENCH} bf16_compiled tensorwise_compiled --out outputs/compiled": f"{BENCH} --help",

@@ -6,64 +6,31 @@ import resource
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import tokenizers
-import tomli_w
 import torch
 import transformers
-from sample_checkpoints import add_manifest, differing, edit_manifest, flip_bit
-from sample_checkpoints import save as save_tensors
+from sample_checkpoints import differing, edit_manifest, flip_bit
+from sample_exports import load, read, read_json, save, state_of
 from sample_llamas import ARGS, EACH_FAMILY, build, logit_difference
-from torch import Tensor
 
 from torchtitan_lite.base.errors import CheckpointError, ConfigError, StorageError
-from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs
+from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.checkpoint.hf_export import copy_tokenizer, export_hf
 from torchtitan_lite.checkpoint.hf_folder import INDEX, HfReader
 from torchtitan_lite.checkpoint.manifest import CheckpointManifest, read_manifest
 from torchtitan_lite.checkpoint.state import model_state
 from torchtitan_lite.cli import run_command
 from torchtitan_lite.data.tokenizer import SHIPPED_MODEL, build_tokenizer
-from torchtitan_lite.models.llama3 import Transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 ROOT = Path(__file__).parents[2]
 DEBUG_ARGS = replace(FLAVORS["debugmodel_gqa"], vocab_size=300, max_seq_len=48)
-
-
-def save(folder: Path, state: dict[str, Tensor], args: ModelArgs = ARGS, **model: str) -> Path:
-    """A checkpoint of `state` in `folder`, of a run whose [model] table is `model`."""
-    save_tensors(folder, state)
-    config = tomli_w.dumps({"model": model})
-    add_manifest(folder, state, 100, model=asdict(args), config=config)
-    return folder
-
-
-def state_of(model: Transformer) -> dict[str, Tensor]:
-    state = {f"model.{name}": weight.detach() for name, weight in model.named_parameters()}
-    return state | {"optimizer.norm.weight.step": torch.tensor(100.0)}
-
-
-def load(folder: Path, **options: Any) -> transformers.LlamaForCausalLM:
-    """The model that transformers reads, with no weight left out or made up."""
-    auto = transformers.AutoModelForCausalLM
-    model, info = auto.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(info.values()), info
-    return model
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    return safetensors.torch.load(path.read_bytes())
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")

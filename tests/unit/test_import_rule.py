@@ -22,6 +22,7 @@ LATE = {
     ("checkpoint.checkpointer", "checkpoint.hf_folder.load_hf"),
     ("checkpoint.checkpointer", "checkpoint.torchtitan_folder.load_torchtitan"),
     ("data.corpus", "data.store_writer.open_cached"),
+    ("models.hf_float8", "float8.blockwise.scale_blocks"),
     ("parallel.parallelize", "float8.weights.WeightCaster"),
     ("parallel.parallelize", "parallel.context_parallel.apply_context_parallel"),
     ("parallel.parallelize", "parallel.tensor_parallel.apply_tensor_parallel"),

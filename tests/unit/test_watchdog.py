@@ -227,14 +227,3 @@ def test_a_process_ends_while_it_connects(agent, served, ended, monkeypatch):
         dog._judging.join(40)
     dog.close()
     assert re.match("6 torchrun, .* is gone" if agent else "6 torchrun's store, .* answer", *ended)
-
-
-def test_stop_requested_prefers_a_signal_to_the_deadline(served):
-    dog = Watchdog(report=print)
-    dog.deadline_cause = "the end"
-    assert dog.stop_requested() == 0
-    dog.deadline = time.time()
-    assert dog.stop_cause(dog.stop_requested()) == "the end"
-    dog.stop_signal.received = int(signal.SIGINT)
-    assert dog.stop_cause(dog.stop_requested()) == "SIGINT"
-    dog.close()

@@ -20,17 +20,20 @@ from torch import Tensor
 
 from torchtitan_lite.base.errors import CheckpointError, ConfigError, DataError
 from torchtitan_lite.base.files import fsync_folder, is_remote, replace_file
-from torchtitan_lite.base.jsonfile import parse_toml, read_json_object
+from torchtitan_lite.base.jsonfile import read_json_object
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.progress import progress
 from torchtitan_lite.catalog.flavors import ModelArgs
+from torchtitan_lite.config import Float8Config, read_table
 from torchtitan_lite.data.tokenizer import TIKTOKEN_LINE, Tokenizer, build_tokenizer
+from torchtitan_lite.models.hf_float8 import SCALE, quantization_config, quantize, trained_in_float8
 from torchtitan_lite.models.hf_llama import hf_config, hf_names, to_hf
 from torchtitan_lite.models.init import all_finite
 
 from .folders import naming, storage_errors, unwritable
 from .hf_folder import INDEX, SINGLE, open_weights
 from .manifest import CheckpointManifest, TensorEntry
+from .model_card import model_card
 from .reading import SafeReader
 from .state import PREFIX
 
@@ -42,36 +45,47 @@ def export_hf(
     step_dir: Path,
     out_dir: Path,
     *,
-    dtype: Literal["float32", "bfloat16", "float16", "keep"] = "keep",
+    dtype: Literal["float32", "bfloat16", "float16", "float8", "keep"] = "keep",
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face model into a new folder, in files of at
-    most `max_shard_bytes`, unless one tensor is larger; one is in memory at a time.
+    most `max_shard_bytes`, unless one tensor is larger; one is in memory at a time. With "float8",
+    linears that trained in it are in it, with scales beyond those bytes, and others in bfloat16.
 
     Raises CheckpointError unless every byte of the checkpoint verifies; ConfigError if `out_dir`
-    exists; StorageError if the disk fails."""
+    exists, or if nothing trained in float8; StorageError if the disk fails."""
     with new_folder(out_dir) as draft:
         with naming(step_dir, fix="; export another step."):
             reader, args = open_weights(step_dir, hashes=True)
+            manifest, whole = reader.manifest, "bfloat16" if dtype == "float8" else dtype
             weights = {
-                name: saved if dtype == "keep" else replace(saved, dtype=dtype)
+                name: saved if whole == "keep" else replace(saved, dtype=whole)
                 for name, saved in reader.tensors.items()
                 if name.startswith(PREFIX)
             }
-            write_weights(reader, draft, args, weights, max_shard_bytes=max_shard_bytes)
+            # transformers casts all weights to one type: here the narrowest that loses nothing.
+            types = (getattr(torch, entry.dtype) for entry in weights.values())
+            common = functools.reduce(torch.promote_types, types)
 
-        tokenizer = copy_tokenizer(reader.manifest, draft)
-        # transformers casts all weights to one type: here the narrowest that loses nothing.
-        types = (getattr(torch, entry.dtype) for entry in weights.values())
-        common = functools.reduce(torch.promote_types, types)
+            table = manifest.tables.get("float8", {}) if dtype == "float8" else {}
+            float8 = read_table("float8", table).float8
+            trained, others = trained_in_float8(args, float8) if dtype == "float8" else ([], [])
+            for name in trained:
+                weights[PREFIX + name] = replace(weights[PREFIX + name], dtype="float8_e4m3fn")
+            write_weights(reader, draft, args, weights, float8, max_shard_bytes=max_shard_bytes)
+
+        tokenizer = copy_tokenizer(manifest, draft)
         ids = {key: getattr(tokenizer, key, None) for key in ("bos_id", "eos_id")}
         config = hf_config(args, dtype=common, **ids)
+        if trained:
+            config["quantization_config"] = quantization_config(float8, ignore=others)
         write_json(draft / "config.json", config)
         if tokenizer:
             ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
             write_json(draft / "generation_config.json", ends)
-    step = reader.manifest.progress.step
-    logger.info(f"{out_dir}: {len(weights)} tensors of step {step}, {config['torch_dtype']}")
+        kind = "float8" if trained else config["torch_dtype"]
+        replace_file(draft / "README.md", model_card(manifest, dtype=kind))
+    logger.info(f"{out_dir}: {len(weights)} tensors of step {manifest.progress.step}, {kind}")
 
 
 @contextmanager
@@ -116,6 +130,7 @@ def write_weights(
     folder: Path,
     args: ModelArgs,
     weights: Mapping[str, TensorEntry],
+    float8: Float8Config,
     *,
     max_shard_bytes: int,
 ) -> None:
@@ -137,8 +152,9 @@ def write_weights(
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else SINGLE
             tensors: dict[str, Tensor] = {}
             for name in shard:
-                tensors[names[name]] = read_weight(reader, name, args, weights[name])
-                bar.update(tensors[names[name]].nbytes)
+                parts = read_weight(reader, name, args, weights[name], float8)
+                tensors |= zip((names[name], f"{names[name]}{SCALE}"), parts, strict=False)
+                bar.update(parts[0].nbytes)
             try:
                 save_file(tensors, folder / file, metadata={"format": "pt"})
                 # safetensors lets the owner alone read it.
@@ -150,14 +166,17 @@ def write_weights(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
 
-def read_weight(reader: SafeReader, name: str, args: ModelArgs, entry: TensorEntry) -> Tensor:
-    """Return a weight as Hugging Face has it, in the type of `entry`. Raises CheckpointError if
-    that cannot hold a value."""
-    weight = to_hf(name, reader.read_whole([name])[name], args).to(getattr(torch, entry.dtype))
-    if not all_finite(weight):
+def read_weight(
+    reader: SafeReader, name: str, args: ModelArgs, entry: TensorEntry, float8: Float8Config
+) -> list[Tensor]:
+    """Return a weight as Hugging Face has it, in the type of `entry`, with its scales if that is
+    float8. Raises CheckpointError if the type cannot hold a value."""
+    weight, dtype = to_hf(name, reader.read_whole([name])[name], args), getattr(torch, entry.dtype)
+    parts = quantize(weight, float8) if dtype.itemsize == 1 else [weight.to(dtype)]
+    if not all_finite(parts[-1]):  # a value that is not finite makes its scale so
         rule = f"has values that {entry.dtype} cannot hold; use float32 or bfloat16"
         raise CheckpointError(f"{name} {rule}.")
-    return weight
+    return parts
 
 
 def write_json(path: Path, fields: dict[str, Any]) -> None:
@@ -169,7 +188,7 @@ def copy_tokenizer(manifest: CheckpointManifest, folder: Path) -> Tokenizer | No
     """Return the tokenizer of a checkpoint's run, and copy its file if transformers can read it.
     Warns if there is none, or none that can be copied."""
     missing = "no tokenizer is exported: "
-    path = parse_toml(manifest.config.encode()).get("model", {}).get("tokenizer_path")
+    path = manifest.tables.get("model", {}).get("tokenizer_path")
     try:
         if not isinstance(path, str):
             raise ConfigError("the checkpoint's config names none")

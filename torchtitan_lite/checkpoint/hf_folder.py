@@ -22,8 +22,9 @@ from torchtitan_lite.base.jsonfile import read_json_object, regular_size
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.paths import fetch
 from torchtitan_lite.catalog.flavors import FLAVORS, ModelArgs, RopeScaling
-from torchtitan_lite.config import check_model_table
+from torchtitan_lite.config import read_table, resolve_model
 from torchtitan_lite.config.keys import changes
+from torchtitan_lite.models.hf_float8 import SCALE
 from torchtitan_lite.models.hf_llama import HEAD, from_hf, hf_config, hf_names, model_args
 from torchtitan_lite.models.init import local_offset, local_part
 from torchtitan_lite.models.llama3 import Transformer
@@ -72,8 +73,8 @@ class HfReader:
         found: dict[str, TensorEntry] = {}
         for name in self._files:
             # Llama 2's files have these buffers too, whose values follow from config.json.
-            if not name.endswith(".rotary_emb.inv_freq"):
-                found |= entries({name: self._map(name)})
+            if not name.endswith((".rotary_emb.inv_freq", f".weight{SCALE}")):
+                found |= entries({name: self._map(name, device="meta")})
 
         if self.args.tie_embeddings:  # transformers ignores a saved output too
             found.pop(HEAD, None)
@@ -86,13 +87,17 @@ class HfReader:
                 f"{folder} differs from its config.json (expected -> found): {listed(problems)}."
             )
 
-    def _map(self, name: str) -> Tensor:
+    def _map(self, name: str, *, device: str = "cpu") -> Tensor:
         # Each call maps the file for this tensor alone, so that its memory ends with it.
-        path = self._files[name]
+        path, scale = self._files[name], f"{name}{SCALE}"
         with hf_errors(path):
             regular_size(path)  # safe_open would wait for a pipe
             with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
+                weight = file.get_tensor(name).to(device)
+            if weight.dtype == torch.float8_e4m3fn and scale in self._files:
+                scales = self._map(scale, device=device).float()
+                weight = weight.float() * scales.view(len(scales), 1)  # [1, 1] or [R, 1]
+            return weight
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy this rank's part of each weight into `state`, sharded or not, of any data type."""
@@ -105,6 +110,8 @@ class HfReader:
             here = torch.arange(len(weight))
             there = from_hf(name, here, self.args)
             local.copy_(weight[rows if there is here else there[rows]])
+        if count := sum(f"{name}{SCALE}" in self._files for name in self._names.values()):
+            logger.info(f"its {count} float8 weights are converted to {target.dtype}")
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
@@ -178,7 +185,7 @@ def model_settings(args: ModelArgs) -> dict[str, Any]:
         keys = {key: value for key, value in asdict(args).items() if value is not None}
         del keys["max_seq_len"]
         settings = {"flavor": "", **keys}
-    check_model_table(settings)
+    resolve_model(read_table("model", settings).model)
     return settings
 
 

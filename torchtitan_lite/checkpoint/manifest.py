@@ -133,6 +133,11 @@ class CheckpointManifest:
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
 
     @property
+    def tables(self) -> dict[str, Any]:
+        """The tables of the config."""
+        return parse_toml(self.config.encode())
+
+    @property
     def has_weights_only(self) -> bool:
         """Whether it has no optimizer state."""
         return not any(name.startswith("optimizer.") for name in self.tensors)

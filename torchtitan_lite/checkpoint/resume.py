@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from torchtitan_lite.base.collectives import on_all_ranks, on_rank0
 from torchtitan_lite.base.errors import CheckpointError
-from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.paths import open_path
 from torchtitan_lite.config import CheckpointConfig
@@ -95,7 +94,7 @@ def _leaves_out_moments(checkpoint: CheckpointConfig, manifest: CheckpointManife
     """Return whether to leave out the moments of the run's own checkpoint: only the first time."""
     if not checkpoint.exclude_from_loading:
         return False
-    saved = parse_toml(manifest.config.encode()).get("checkpoint", {})
+    saved = manifest.tables.get("checkpoint", {})
     if saved.get("exclude_from_loading") != list(checkpoint.exclude_from_loading):
         return True
     step = manifest.progress.step

@@ -12,7 +12,6 @@ import argparse
 import time
 from pathlib import Path
 
-from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.tables import format_columns
 from torchtitan_lite.checkpoint.folders import find_checkpoints
 from torchtitan_lite.checkpoint.manifest import (
@@ -73,7 +72,7 @@ def format_row(path: Path) -> list[str]:
 
     size = sum(entry.size for entry in manifest.files.values())
     degrees = (f"{name}={degree}" for name, degree in manifest.mesh.items() if degree > 1)
-    float8 = parse_toml(manifest.config.encode()).get("float8", {})
+    float8 = manifest.tables.get("float8", {})
     sound = "ok, weights only" if manifest.has_weights_only else "ok"
     problems = broken_files(path, manifest.files, hashes=False)
     return [

@@ -18,7 +18,7 @@ from .arithmetic import (
 from .checks import check_config, own_names
 from .keys import config_schema, did_you_mean, format_help, show_settings
 from .layers import find_config, given_keys, shipped_configs
-from .loading import check_model_table, load_config, outside_names, shared_settings
+from .loading import load_config, outside_names, read_table, shared_settings
 from .sections import (
     ActivationCheckpointConfig,
     CheckpointConfig,

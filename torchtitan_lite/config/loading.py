@@ -7,7 +7,6 @@ from pydantic_core import ErrorDetails
 
 from torchtitan_lite.base.errors import ConfigError
 
-from .arithmetic import resolve_model
 from .checks import check_config
 from .keys import KEYS, TABLES, closest, did_you_mean, flat_config, show, show_key
 from .layers import Layer, Setting, read_command_line, read_files, resolve_aliases, resolve_foreign
@@ -39,10 +38,12 @@ def load_config(argv: list[str], *, world_size: int = 1) -> Config:
     return config
 
 
-def check_model_table(model: Mapping[str, object]) -> None:
-    """Raise ConfigError unless a config takes `model` as its table [model]."""
-    settings = {f"model.{key}": Setting(value, "the model") for key, value in model.items()}
-    resolve_model(_validate(settings, problems=[]).model)
+def read_table(table: str, values: Mapping[str, object]) -> Config:
+    """Return a config of a model's values for one table, without the keys that the table has not.
+    Raises ConfigError."""
+    settings = {f"{table}.{key}": Setting(value, "the model") for key, value in values.items()}
+    known = {name: setting for name, setting in settings.items() if name in KEYS}
+    return _validate(known, problems=[])
 
 
 def shared_settings(config: Config) -> dict[str, str]:

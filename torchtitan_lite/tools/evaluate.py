@@ -14,7 +14,6 @@ import tomli_w
 import torch
 
 from torchtitan_lite.base.errors import ConfigError, DataError
-from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.paths import fetch
 from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
 from torchtitan_lite.checkpoint.hf_export import export_hf
@@ -97,7 +96,7 @@ def read_source(source: Path) -> dict[str, Any]:
     else:
         path = find_checkpoints(source)[-1]
         with naming(path, fix="; name another step."):
-            saved = parse_toml(read_manifest(path).config.encode())
+            saved = read_manifest(path).tables
         tables = {name: saved.get(name, {}) for name in TABLES}
         for key in ("dataset", "loss", "after_step"):  # the run's own code, which has no part here
             tables["training"].pop(key, None)

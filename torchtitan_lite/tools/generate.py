@@ -6,7 +6,6 @@ from pathlib import Path
 import torch
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.paths import open_path
 from torchtitan_lite.checkpoint.folders import find_checkpoints, naming
 from torchtitan_lite.checkpoint.hf_folder import HfReader, open_weights
@@ -46,8 +45,7 @@ def load_model(
         step_dir = find_checkpoints(source)[-1]
         with naming(step_dir, fix="; name another step."):
             reader, args = open_weights(step_dir)
-        model_keys = parse_toml(reader.manifest.config.encode()).get("model", {})
-        own_tokenizer = model_keys.get("tokenizer_path", "")
+        own_tokenizer = reader.manifest.tables.get("model", {}).get("tokenizer_path", "")
 
     tokenizer = build_tokenizer(own_tokenizer if tokenizer_path is None else tokenizer_path)
     if tokenizer.vocab_size > args.vocab_size:
