@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ def open_writer(folder: Path) -> WandbWriter:
 # ----- WandbWriter -----
 
 
-def test_rows_options_and_summary_of_a_run(tmp_path, wandb):
+def test_rows_and_options_of_a_run(tmp_path, wandb):
     writer = open_writer(tmp_path)
     writer.write(RECORD)
     writer.write_scalars(12, {"validation_loss": 5.5})
@@ -39,12 +38,6 @@ def test_rows_options_and_summary_of_a_run(tmp_path, wandb):
     known["epochs/pystdlib"] = 0.75
     del known["step"], known["epochs"]
     assert run.rows == [(12, known), (12, {"validation_loss": 5.5})]
-    assert run.summary == {
-        "final/loss": 5.25,
-        "final/validation_loss": 5.75,
-        "final/median_tps": 2340.5,
-        "final/median_mfu": 41.0,
-    }
     assert run.finished
     assert run.options == {
         "project": "torchtitan_lite",
@@ -78,9 +71,6 @@ def test_run_id_of_a_resumed_run_is_the_same(tmp_path, wandb):
     for _ in range(3):
         open_writer(tmp_path).close(None)
     assert [run.options["id"] for run in wandb.runs] == [None, "new-id", "new-id"]
-    assert [run.summary for run in wandb.runs] == [{}, {}, {}]
-    open_writer(tmp_path).close(replace(SUMMARY, tps=None, mfu=None, validation=None))
-    assert wandb.runs[3].summary == {"final/loss": 5.25}
 
 
 def test_a_run_that_cannot_start(tmp_path, wandb, monkeypatch):

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
@@ -21,17 +20,6 @@ from torchtitan_lite.catalog.datasets import DATASETS
 from torchtitan_lite.catalog.lr_schedule import DECAYS
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.catalog.schedules import SCHEDULES
-
-
-def refuse_zero_bubble(schedule: object) -> object:
-    """Raise ValueError for PyTorch's zero-bubble schedules, see catalog/schedules.py."""
-    if isinstance(schedule, str) and schedule.endswith("ZeroBubble"):
-        raise ValueError(
-            "with zero-bubble schedules PyTorch computes wrong gradients, without an error, under "
-            'compile, resharding or recomputation (pytorch/pytorch#161904); use "1F1B"'
-        )
-    return schedule
-
 
 MOST = 99_999_999
 """Highest count. The name of a checkpoint's folder has as many digits for the step."""
@@ -92,8 +80,7 @@ RecipeName = Annotated[str, OneOf(tuple(RECIPES))]
 OptimizerName = Annotated[str, OneOf(("AdamW", "Adam", "Muon"))]
 OutsideNames = Annotated[tuple[Annotated[str, OneOf()], ...], Strict(False)]
 """Objects outside the package."""
-_Schedule: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]
-ScheduleName = Annotated[_Schedule, BeforeValidator(refuse_zero_bubble)]
+ScheduleName: TypeAlias = Literal[SCHEDULES]  # type: ignore[valid-type]
 
 
 class Section(BaseModel):

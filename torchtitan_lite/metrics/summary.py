@@ -33,16 +33,6 @@ class Summary:
         """Mean of `losses`."""
         return statistics.fmean(self.losses)
 
-    def outcome(self) -> dict[str, float]:
-        """Return the known figures by which runs are compared."""
-        figures = {
-            "loss": self.final_loss,
-            "validation_loss": None if self.validation is None else self.validation[1],
-            "median_tps": self.tps,
-            "median_mfu": self.mfu,
-        }
-        return {name: value for name, value in figures.items() if value is not None}
-
 
 def summary_lines(summary: Summary) -> list[str]:
     """Describe how a run went."""

@@ -1,4 +1,4 @@
-"""Series and outcome of a run on Weights & Biases."""
+"""Series of a run on Weights & Biases."""
 
 import os
 from collections.abc import Mapping
@@ -51,7 +51,4 @@ class WandbWriter(Writer):
         self._run.log(dict(scalars), step=step)
 
     def close(self, summary: Summary | None) -> None:
-        if summary is not None:
-            outcome = {f"final/{name}": value for name, value in summary.outcome().items()}
-            self._run.summary.update(outcome)
         self._run.finish()
