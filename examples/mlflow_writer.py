@@ -34,5 +34,5 @@ class MLflowWriter(Writer):
     def close(self, summary: Any) -> None:
         """End the run. `summary` is None if no step was trained."""
         if summary is not None:
-            mlflow.log_metrics({f"final_{k}": v for k, v in summary.outcome().items()})
+            mlflow.log_metric("final_loss", summary.final_loss)
         mlflow.end_run()
