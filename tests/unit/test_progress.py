@@ -20,7 +20,7 @@ from torchtitan_lite.catalog.flavors import FLAVORS
 from torchtitan_lite.checkpoint import hf_export
 from torchtitan_lite.checkpoint.checkpointer import Checkpointer
 from torchtitan_lite.checkpoint.manifest import TensorEntry, broken_files, read_manifest
-from torchtitan_lite.config import given_keys, load_config
+from torchtitan_lite.config import Float8Config, given_keys, load_config
 from torchtitan_lite.data import rows
 from torchtitan_lite.data.sources import open_source
 from torchtitan_lite.data.store_writer import make_store
@@ -138,12 +138,12 @@ def test_a_save_counts_the_bytes_that_it_hashes(tmp_path, bars, monkeypatch) -> 
 
 
 def test_an_export_counts_the_bytes_of_the_weights(tmp_path, bars, monkeypatch) -> None:
-    monkeypatch.setattr(hf_export, "read_weight", lambda *_: torch.zeros(8))
+    monkeypatch.setattr(hf_export, "read_weight", lambda *_: [torch.zeros(8)])
     monkeypatch.setattr(hf_export, "hf_names", lambda *_, **__: {"a": "x", "b": "y"})
     weights = dict.fromkeys("ab", TensorEntry("float32", (8,)))
     args: Any = FLAVORS["debugmodel"]
     reader: Any = type("Reader", (), {"manifest": read_manifest(write_checkpoint(tmp_path, 10))})
-    hf_export.write_weights(reader, tmp_path, args, weights, max_shard_bytes=32)
+    hf_export.write_weights(reader, tmp_path, args, weights, Float8Config(), max_shard_bytes=32)
     (bar,) = bars
     assert (bar.name, bar.of, bar.counted) == ("exporting step 10", 64, 64)
 
