@@ -1,7 +1,7 @@
 """The README.md of an exported model: a model card, as Hugging Face's hub shows it.
 
-Text of the checkpoint is in TOML alone, where a string is one line in quotes: none can end its
-block, and become Markdown, HTML or the YAML of the head."""
+Strings from the checkpoint appear only in TOML blocks, each as one quoted line, so that none can
+end its block and become Markdown, HTML or YAML."""
 
 from dataclasses import asdict
 
