@@ -176,7 +176,7 @@ def unwritable(path: Path | str, reason: str) -> StorageError:
     """Return the error for a folder or file that cannot be written."""
     return StorageError(
         f"[checkpoint] {path} cannot be written: {reason}, or write to another folder, in training "
-        "another [job] dump_folder."
+        "another [job] dump_folder or [checkpoint] folder."
     )
 
 
