@@ -31,6 +31,7 @@ Its config, with the recipe in `[float8]`:
 def model_card(manifest: CheckpointManifest, *, dtype: str) -> str:
     """Return the model card of a checkpoint that is exported in `dtype`."""
     progress = {key: each for key, each in asdict(manifest.progress).items() if each is not None}
+    del progress["schedule_start"]  # always 0: nothing reads it
     run = tomli_w.dumps({"versions": manifest.versions, "progress": progress})
     config = tomli_w.dumps(manifest.tables)
     return CARD.format(progress=manifest.progress, dtype=dtype, run=run, config=config)

@@ -88,11 +88,7 @@ def tokenizer_values(model: ModelConfig) -> TokenizerValues:
 
 
 def plan(
-    config: Config,
-    *,
-    world_size: int,
-    device: DeviceSpec,
-    tps: float | None = None,
+    config: Config, *, world_size: int, device: DeviceSpec, tps: float | None = None
 ) -> dict[str, Any]:
     """Return the plan as plain values for JSON. `tps` are tokens per second per device that a run
     reached; None: predicted. Raises ConfigError for what does not fit `world_size` or the
