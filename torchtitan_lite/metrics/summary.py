@@ -28,14 +28,19 @@ class Summary:
     times_s: Mapping[str, float]
     """Seconds that this process spent on training, data, compile, checkpoint, validation."""
 
+    @property
+    def final_loss(self) -> float:
+        """Mean of `losses`."""
+        return statistics.fmean(self.losses)
+
 
 def summary_lines(summary: Summary) -> list[str]:
     """Describe how a run went."""
     last, times_s = summary.last, summary.times_s
     lines = [
         f"{last.step:,} steps, {last.tokens:,} tokens",
-        f"final loss {statistics.fmean(summary.losses):.2f} nat, mean of the last "
-        f"{len(summary.losses)} logged steps",
+        f"final loss {summary.final_loss:.2f} nat, mean of the last {len(summary.losses)} logged "
+        "steps",
     ]
     if summary.validation is not None:
         step, loss = summary.validation
