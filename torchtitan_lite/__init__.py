@@ -1,5 +1,6 @@
-"""FP8 pretraining for Llama 3. README.md names the files to read first, __init__.pyi what may be
-imported from here. It is imported when it is used: most needs torch."""
+"""FP8 pretraining for Llama 3. README.md lists the files to read first.
+
+__init__.pyi lists the names of the library. Each is imported at its first use: most need torch."""
 
 import logging
 import warnings

@@ -35,7 +35,7 @@ from torchtitan_lite.base.collectives import on_rank0
 from torchtitan_lite.base.errors import STOPPED_EXIT_CODE, ConfigError, RunError
 from torchtitan_lite.base.files import allow_open_files, hash_file, hash_sources
 from torchtitan_lite.base.logger import init_logger, logger
-from torchtitan_lite.base.outside import load_outside
+from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.checkpoint.folders import HF_SUFFIX, remove_drafts
 from torchtitan_lite.checkpoint.manifest import installed_versions
 from torchtitan_lite.checkpoint.resume import Resume, find_resume
@@ -131,11 +131,12 @@ def start_facts(config: Config) -> dict[str, str]:
     """Import what the config names outside the package. Return what must be equal on
     all ranks: config, versions, sources, NNODES and NGPU."""
     versions = {name: text for name, text in installed_versions().items() if name != "python"}
-    modules = [load_outside(key, name)[0] for name, key in outside_names(config).items()]
-    sources = {
-        f"source of {module.__name__} (SHA-256)": hash_file(Path(module.__file__ or os.devnull))
-        for module in modules
-    }
+    sources: dict[str, str] = {}
+    for name, key in outside_names(config).items():
+        load_object(key, name)
+        module = sys.modules[name.partition(":")[0]]
+        file = Path(module.__file__ or os.devnull)
+        sources[f"source of {module.__name__} (SHA-256)"] = hash_file(file)
     return {
         **shared_settings(config),
         **versions,

@@ -120,6 +120,11 @@ def test_the_fix_follows_the_error(code, fix):
     assert re.match(fix, storage_fix(OSError(code, "")))
 
 
+def test_the_fix_of_a_url():
+    error = OSError(errno.EIO, "Unable to locate credentials", "s3://bucket/folder")
+    assert storage_fix(error) == "check the URL, the credentials and the network"
+
+
 def test_allow_open_files_up_to_the_systems_limit():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import torchtitan_lite
 from torchtitan_lite.base.errors import ConfigError, DataError
-from torchtitan_lite.base.outside import load_object, load_outside
+from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.config import (
     BatchSizes,
     Config,
@@ -55,14 +55,14 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("broken.py").write_text("1 / 0")
 
 
-# ----- load_outside, load_object -----
+# ----- load_object -----
 
 
 def test_load_object_from_the_working_directory_which_hides_no_other_module():
     assert load_object("[optimizer] name", "own_code:make_sgd").__name__ == "make_sgd"
     monkeypatched = sys.modules.pop("random")
     try:
-        assert hasattr(load_outside("[experimental] custom_import", "random")[0], "randrange")
+        assert hasattr(load_object("[experimental] custom_import", "random"), "randrange")
     finally:
         sys.modules["random"] = monkeypatched
 

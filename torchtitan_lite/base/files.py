@@ -111,6 +111,8 @@ def storage_fix(error: OSError) -> str:
         return "make room"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "fix its permissions"
+    if "://" in str(error.filename):
+        return "check the URL, the credentials and the network"
     return "check the path, its disk and the limits (ulimit -a)"
 
 

@@ -3,16 +3,15 @@
 import importlib
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from .errors import ConfigError
 
 
-def load_outside(key: str, reference: str) -> tuple[ModuleType, Any]:
-    """Return the module, and the object, that `reference`, such as "my_project.losses:z_loss",
-    names for `key`, such as "[training] loss"; None as the object if it names a module only.
-    Python searches the working directory last. Raises ConfigError."""
+def load_object(key: str, reference: str) -> Any:
+    """Return the object that `reference`, such as "my_project.losses:z_loss", names for `key`, such
+    as "[training] loss"; the module, if it names one only. Python searches the working directory
+    last. Raises ConfigError."""
     name, colon, attribute = reference.partition(":")
     if name not in sys.modules and (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)  # last: a random.py there must not hide the standard library's
@@ -25,12 +24,7 @@ def load_outside(key: str, reference: str) -> tuple[ModuleType, Any]:
         ) from error
     if colon and not hasattr(module, attribute):
         raise ConfigError(f'{key} = "{reference}": {name} has no {attribute}; define it there')
-    return module, getattr(module, attribute) if colon else None
-
-
-def load_object(key: str, reference: str) -> Any:
-    """Return the object that `reference` names for `key`. Raises ConfigError."""
-    return load_outside(key, reference)[1]
+    return getattr(module, attribute) if colon else module
 
 
 def check_outside(key: str, reference: str, fits: bool, rule: str) -> None:

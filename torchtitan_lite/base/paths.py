@@ -49,8 +49,8 @@ def open_path(text: str) -> Any:
 
 
 def listed_sizes(folder: Any) -> Callable[[Path], int]:
-    """List the folder at a URL once, and return a function that gives the size of each file in it,
-    in bytes, and raises FileNotFoundError for others. Raises OSError."""
+    """List the folder at a URL once. Return a function from a file to its size in bytes, which
+    raises FileNotFoundError for a file that was not listed. Raises OSError."""
     with os_errors(folder):
         found = folder.fs.find(folder.path, detail=True)
     sizes = {name.rpartition("/")[2]: detail["size"] for name, detail in found.items()}

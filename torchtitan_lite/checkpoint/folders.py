@@ -149,8 +149,8 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def set_aside_after(folder: Path, step: int) -> None:
-    """Rename the checkpoints of later steps and their Hugging Face models, because a run that
-    resumes from `step` trains these steps again. Raises StorageError."""
+    """Rename the checkpoints after `step` and their Hugging Face models: a run that resumes from
+    `step` trains these steps again. Raises StorageError."""
     with storage_errors(folder):
         for path in sorted(folder.iterdir() if folder.exists() else [], reverse=True):
             named = STEP.fullmatch(path.name.removesuffix(HF_SUFFIX))
@@ -176,7 +176,7 @@ def unwritable(path: Path | str, reason: str) -> StorageError:
     """Return the error for a folder or file that cannot be written."""
     return StorageError(
         f"[checkpoint] {path} cannot be written: {reason}, or write to another folder, in training "
-        "another [job] dump_folder."
+        "another [job] dump_folder or [checkpoint] folder."
     )
 
 

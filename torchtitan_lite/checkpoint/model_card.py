@@ -1,7 +1,7 @@
 """The README.md of an exported model: a model card, as Hugging Face's hub shows it.
 
-Text of the checkpoint is in TOML alone, where a string is one line in quotes: none can end its
-block, and become Markdown, HTML or the YAML of the head."""
+Strings from the checkpoint appear only in TOML blocks, each as one quoted line, so that none can
+end its block and become Markdown, HTML or YAML."""
 
 from dataclasses import asdict
 
@@ -31,6 +31,7 @@ Its config, with the recipe in `[float8]`:
 def model_card(manifest: CheckpointManifest, *, dtype: str) -> str:
     """Return the model card of a checkpoint that is exported in `dtype`."""
     progress = {key: each for key, each in asdict(manifest.progress).items() if each is not None}
+    del progress["schedule_start"]  # always 0: nothing reads it
     run = tomli_w.dumps({"versions": manifest.versions, "progress": progress})
     config = tomli_w.dumps(manifest.tables)
     return CARD.format(progress=manifest.progress, dtype=dtype, run=run, config=config)

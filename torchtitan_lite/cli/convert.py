@@ -1,8 +1,9 @@
 """Convert a checkpoint to a model that Hugging Face's transformers read.
 
   export RUN OUT   write a run's newest checkpoint, or a step's folder, as safetensors, config.json,
-                   a model card and, if transformers can read it, the tokenizer, into a new folder;
-                   float8, of linears that trained in it, is as vLLM and transformers load it
+                   a model card and, if transformers can read it, the tokenizer, into a new folder
+
+With --dtype float8 the linears that trained in float8 are in it, as vLLM and transformers load it.
 
 Exit codes: 2 if the folder exists, or nothing trained in float8, 4 if the weights are broken or do
 not fit, 7 if the disk fails.
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("run", type=path_or_url, metavar="RUN", help=text)
     export.add_argument("out", type=path_or_url, metavar="OUT", help="folder to make")
     choices = ("float32", "bfloat16", "float16", "float8", "keep")
-    text = "type of the weights (keep: as saved; float8: of linears that trained in it)"
+    text = "type of the weights (default: keep, as saved)"
     export.add_argument("--dtype", choices=choices, default="keep", help=text)
 
 

@@ -12,7 +12,6 @@ from .arithmetic import (
     resolve_degrees,
     resolve_model,
     resolve_shares,
-    sequence_parts,
     unmatched_filters,
 )
 from .checks import check_config, own_names
@@ -27,7 +26,6 @@ from .sections import (
     Config,
     DatasetConfig,
     DebugConfig,
-    ExperimentalConfig,
     Float8Config,
     JobConfig,
     LRSchedulerConfig,

@@ -127,12 +127,6 @@ def resolve_degrees(parallelism: ParallelismConfig, *, world_size: int) -> Paral
     return ParallelDegrees(replicate, left, cp, tp, pp)
 
 
-def sequence_parts(*, cp: int, tp: int) -> int:
-    """Return the number that divides seq_len: each rank of context parallelism has two chunks of a
-    sequence, and tensor parallelism splits each of them."""
-    return tp if cp == 1 else 2 * cp * tp
-
-
 def resolve_batch(
     training: TrainingConfig, parallelism: ParallelismConfig, *, dp_degree: int
 ) -> BatchSizes:

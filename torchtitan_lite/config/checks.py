@@ -19,7 +19,6 @@ from .arithmetic import (
     resolve_degrees,
     resolve_model,
     resolve_shares,
-    sequence_parts,
     unmatched_filters,
 )
 from .keys import Values, describe, flat_config, show
@@ -177,7 +176,7 @@ def _check_layout(config: Config, values: Values, world_size: int) -> Iterator[s
         yield str(error)
 
     cp, tp = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    parts = sequence_parts(cp=cp, tp=tp)
+    parts = tp if cp == 1 else 2 * cp * tp  # context parallelism gives a rank two chunks
     splits = "[parallelism] context_parallel_degree", "[parallelism] tensor_parallel_degree"
     for key in LENGTHS:
         if (seq_len := values[key] or 0) % parts:

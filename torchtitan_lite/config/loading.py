@@ -27,12 +27,11 @@ def load_config(argv: list[str], *, world_size: int = 1) -> Config:
         problems += alias_problems
     problems += resolve_foreign(settings)
 
-    known = {name: setting for name, setting in settings.items() if name in KEYS}
     unknown = (name for name in settings if name not in KEYS)
     problems += dict.fromkeys(_describe_unknown(name, settings[name]) for name in unknown)
 
     # Validate each value, then the rules between sound values.
-    config = _validate(known, problems)
+    config = _validate(settings, problems)
     if problems := problems or check_config(config, world_size=world_size):
         raise ConfigError("\n".join(problems))
     return config
@@ -42,8 +41,7 @@ def read_table(table: str, values: Mapping[str, object]) -> Config:
     """Return a config of a model's values for one table, without the keys that the table has not.
     Raises ConfigError."""
     settings = {f"{table}.{key}": Setting(value, "the model") for key, value in values.items()}
-    known = {name: setting for name, setting in settings.items() if name in KEYS}
-    return _validate(known, problems=[])
+    return _validate(settings, problems=[])
 
 
 def shared_settings(config: Config) -> dict[str, str]:
@@ -75,11 +73,12 @@ def outside_names(config: Config) -> dict[str, str]:
 
 
 def _validate(settings: Layer, problems: list[str]) -> Config:
-    """Return the config of sound values. Raises ConfigError with the `problems` and each invalid
-    value."""
+    """Return the config of sound values, without unknown keys. Raises ConfigError with the
+    `problems` and each invalid value."""
     tables: dict[str, dict[str, object]] = {}
     for name, setting in settings.items():
-        key = KEYS[name]
+        if (key := KEYS.get(name)) is None:
+            continue
         value = None if key.optional and setting.value == "" else setting.value  # TOML has no null
         if key.kind == "array" and isinstance(value, str) and not value.startswith("["):
             value = [part.strip() for part in value.split(",") if part.strip()]

@@ -81,10 +81,7 @@ def _known(**peaks: float | None) -> dict[Any, float]:
 
 
 def find_peaks(
-    device: torch.device,
-    metrics: MetricsConfig | None = None,
-    *,
-    precisions: Collection[Precision],
+    device: torch.device, metrics: MetricsConfig | None = None, *, precisions: Collection[Precision]
 ) -> Peaks:
     """Return the peaks of `device`. On a CPU those of `precisions` that are not given are measured.
     A collective call: all ranks measure at the same time."""

@@ -211,7 +211,7 @@ class MetricsProcessor:
         )
 
     def own_times(self) -> list[float]:
-        """Return what the other ranks of a pipeline are told; nothing without pipelines."""
+        """Return the figures to exchange with the ranks of a pipeline; none without one."""
         if self.stage_times is None:
             return []
         return self.stage_times.own(self._totals, peak_memory_gib(self.device))

@@ -37,8 +37,8 @@ class StageTimes:
         self._recorded, self._memory_gib = self._totals, torch.zeros(1)
 
     def own(self, totals: Mapping[str, float], memory_gib: float) -> list[float]:
-        """Return what other ranks are told, [3 + V]: the peak memory, and of `totals` the number of
-        steps and the seconds of the pipeline and of each stage."""
+        """Return the figures for other ranks, [3 + V]: the peak memory in GiB, and of `totals` the
+        number of steps and the seconds of the pipeline and of each stage."""
         stages = [totals[f"stage {stage}"] for stage in self._own_stages]
         return [memory_gib, totals["steps"], totals["pipeline"], *stages]
 

@@ -14,7 +14,7 @@ from torchtitan_lite.float8.selection import select_linears
 from .hf_llama import HEAD, hf_names
 from .llama3 import Transformer
 
-SCALE = "_scale"  # what follows a weight's name in that of its scales
+SCALE = "_scale"  # suffix of a weight's name in the name of its scales
 
 
 def trained_in_float8(args: ModelArgs, float8: Float8Config) -> tuple[list[str], list[str]]:
@@ -37,7 +37,8 @@ def trained_in_float8(args: ModelArgs, float8: Float8Config) -> tuple[list[str],
 
 
 def quantize(weight: Tensor, float8: Float8Config) -> list[Tensor]:
-    """Return a weight in float8, and its scales: one if the recipe gathers float8, or one a row."""
+    """Return a weight [R, C] in float8, and its scales: [1] if the recipe has one scale per tensor,
+    else [R, 1]."""
     from torchtitan_lite.float8.blockwise import scale_blocks  # slow to import
 
     rows, columns = weight.shape

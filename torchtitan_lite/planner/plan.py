@@ -88,11 +88,7 @@ def tokenizer_values(model: ModelConfig) -> TokenizerValues:
 
 
 def plan(
-    config: Config,
-    *,
-    world_size: int,
-    device: DeviceSpec,
-    tps: float | None = None,
+    config: Config, *, world_size: int, device: DeviceSpec, tps: float | None = None
 ) -> dict[str, Any]:
     """Return the plan as plain values for JSON. `tps` are tokens per second per device that a run
     reached; None: predicted. Raises ConfigError for what does not fit `world_size` or the
@@ -116,7 +112,11 @@ def plan(
         "flops_per_token": _plan_flops(meta.ledger),
         "linears": _plan_linears(work, device),
         "prediction": _plan_prediction(work, device),
-        "memory": _plan_memory(work, device),
+        "memory": {
+            "peak": asdict(work.peak) | {"total": work.peak.total},
+            "reserved": round(work.reserved_gib * 2**30),
+            "fits": work.reserved_gib <= device.memory_gib,
+        },
         "schedule": schedule,
     }
 
@@ -208,14 +208,6 @@ def _plan_prediction(work: Workload, device: DeviceSpec) -> dict[str, Any]:
     found = asdict(gain) | {"speedup": gain.speedup, "speedup_range": gain.speedup_range}
     found["bf16"]["step_s"], found["float8"]["step_s"] = gain.bf16.step_s, gain.float8.step_s
     return found | {"verdict": gain.verdict()}
-
-
-def _plan_memory(work: Workload, device: DeviceSpec) -> dict[str, Any]:
-    return {
-        "peak": asdict(work.peak) | {"total": work.peak.total},
-        "reserved": round(work.reserved_gib * 2**30),
-        "fits": work.reserved_gib <= device.memory_gib,
-    }
 
 
 def _plan_rates(tps: float, ledger: FlopsLedger, device: DeviceSpec) -> dict[str, Any]:

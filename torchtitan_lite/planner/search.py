@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from torchtitan_lite.base.errors import ConfigError
@@ -16,6 +17,7 @@ from torchtitan_lite.catalog.devices import DeviceSpec
 from torchtitan_lite.catalog.recipes import RECIPES
 from torchtitan_lite.config import AUTO, Config, check_config
 from torchtitan_lite.config.job import TokenizerValues, build_job
+from torchtitan_lite.config.keys import KEYS
 
 from .auto import choose_work, name_kept
 from .plan import check_planned, plan_request, plan_schedule, tokenizer_values
@@ -85,7 +87,7 @@ class Space:
     def _divisors(self, name: str, number: int) -> list[int]:
         """Return the divisors of `number`, or the given value of the key."""
         if name in self.given:
-            return [flatten(self.config)[name]]
+            return [attrgetter(name)(self.config)]
         return [each for each in range(1, number + 1) if number % each == 0]
 
     def _recipes(self) -> list[dict[str, Any]]:
@@ -98,7 +100,7 @@ class Space:
 
         offload = self.config.training.enable_cpu_offload
         filters = (*(each for each in own.filter_fqns if each != AUTO), AUTO)
-        in_float8: list[dict[str, Any]] = []
+        found: list[dict[str, Any]] = [] if is_given else [bf16]
         recipes = {own.recipe_name: own.recipe} if "float8.recipe_name" in given else RECIPES
         for name, recipe in recipes.items():
             gathers = recipe.gathers_float8
@@ -109,8 +111,8 @@ class Space:
                 "precompute_float8_dynamic_scale_for_fsdp": gathers and not offload,
                 "filter_fqns": filters,
             }
-            in_float8.append(keys)
-        return in_float8 if is_given else [bf16, *in_float8]
+            found.append(keys)
+        return found
 
     def candidate(self, settings: Settings) -> Workload:
         """Return the workload of the config with `settings`, and with the best values in place of
@@ -133,12 +135,6 @@ class Space:
         if config.float8.enable_float8_linear and AUTO in config.float8.filter_fqns:
             work = build_workload(name_kept(work.job, work.choices))
         return work
-
-
-def flatten(config: Config) -> dict[str, Any]:
-    """Return the values of all keys, by their dotted names."""
-    tables = config.model_dump()
-    return {f"{table}.{key}": value for table in tables for key, value in tables[table].items()}
 
 
 def find_candidates(space: Space) -> list[Workload]:
@@ -188,10 +184,11 @@ def make_search(space: Space) -> dict[str, Any]:
 
 def _describe(work: Workload, space: Space) -> dict[str, Any]:
     """Return the layout, rates and memory of `work`, and how it differs from the config."""
-    own, settings = flatten(space.config), flatten(work.job.config)
+    own, config = space.config, work.job.config
+    values = {name: (attrgetter(name)(own), attrgetter(name)(config)) for name in KEYS}
     return {
         **plan_request(work, space.device),
         **plan_schedule(work, work.time(space.device).step_s),
         "reserved_gib": work.reserved_gib,
-        "changes": {name: value for name, value in settings.items() if value != own[name]},
+        "changes": {name: new for name, (old, new) in values.items() if new != old},
     }

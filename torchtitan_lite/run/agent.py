@@ -107,7 +107,7 @@ def open_store(
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the agent runs, and its ways to tell of it."""
+    """What the agent runs, and where it reports."""
 
     words: Sequence[str]
     """Arguments of MODULE."""
@@ -172,7 +172,7 @@ def start_worker(
         gc.freeze()  # later collections scan only objects made after the imports
         gc.enable()
         del os.environ[NVML_CHECK]
-        if has_gpus and torch.cuda._is_in_bad_fork():  # NVML has failed: begin anew
+        if has_gpus and torch.cuda._is_in_bad_fork():  # NVML has failed: start again
             os.execv(sys.executable, [sys.executable, "-m", *sys.argv])
         import_module(MODULE).main()
 
@@ -211,9 +211,9 @@ def describe(error: ChildFailedError | RunError) -> dict[str, Any]:
         ended = {"cause_code": failure.exitcode, "rank": rank}
         if not isinstance(failure.message, dict):  # the rank has recorded no error
             return ended | {"cause": f"rank {rank} ended with exit code {failure.exitcode}"}
-        told = failure.message
-        unexpected = "py_callstack" in told["extraInfo"]  # else a RunError, which names its ranks
-        return ended | {"cause": told["message"], "rank": rank if unexpected else None}
+        error_file = failure.message
+        unexpected = "py_callstack" in error_file["extraInfo"]  # else a RunError names its ranks
+        return ended | {"cause": error_file["message"], "rank": rank if unexpected else None}
     killed = f"rank {rank} was killed by {failure.signal_name()}"
     print(killed, file=sys.stderr)  # other ranks, which only miss it, may report it first
     return {

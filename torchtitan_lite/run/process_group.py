@@ -45,7 +45,7 @@ def connect_store(timeout_s: float) -> dist.Store:
     never comes from a server that is stopped. One connection serves one thread at a time.
 
     Each start has keys of its own, and each of its attempts: those of the attempt before stay in
-    the store. A process that was started alone, as by `bench`, gets a store without a port."""
+    the store. A process that was started alone, without MASTER_ADDR, gets one without a port."""
     if "MASTER_ADDR" not in os.environ and read_rank()[1] == 1:
         return dist.HashStore()
     start = os.environ.get("TORCHELASTIC_RUN_ID", "none")

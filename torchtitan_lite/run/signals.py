@@ -6,14 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-REPEAT_SECONDS = {
-    signal.SIGINT: 0.5,
-    signal.SIGTERM: 3.0,
-    signal.SIGHUP: 3.0,
-    signal.SIGQUIT: 3.0,
-    signal.SIGUSR1: 3.0,
-    signal.SIGUSR2: 3.0,
-}
+REPEAT_SECONDS = {signal.SIGINT: 0.5} | dict.fromkeys(
+    (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2), 3.0
+)
 """The first of these signals asks the run to stop and save. A second one kills it, unless it comes
 within these seconds of the first and repeats it: schedulers signal every process, and launcher and
 agent pass on what they get."""

@@ -30,7 +30,7 @@ from torchtitan_lite.training.build import build_loaded_model
 from torchtitan_lite.training.model import build_microbatches
 
 TABLES = ("model", "training", "float8", "debug")
-"""Tables of its run's config that an evaluation takes."""
+"""Tables of the run's config that an evaluation uses."""
 
 
 def evaluate(source: Path, *, data: str, overrides: Sequence[str]) -> dict[str, Any]:

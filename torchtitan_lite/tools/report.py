@@ -73,14 +73,15 @@ def write_report(path: Path, runs: Runs, *, last: int) -> None:
 
 
 def find_curve(run: Run, key: str) -> Array:
-    """Return millions of tokens and a figure [2, N]; of speeds without the first step."""
+    """Return a curve [2, N]: millions of tokens, and the figure `key`; no first step of speeds."""
     figures = run.validations if key == "validation_loss" else run.figures
     first = 1 if key in SPEEDS else 0
     return np.stack([figures["tokens"] / 1e6, figures[key]])[:, first:]
 
 
 def plan_run(run: Run, status: Status | None) -> dict[str, Any]:
-    """Return the rates and the memory planned for a run on its device, or the `problem`."""
+    """Return the rates and the memory (GiB) planned for a run on its device, or why there are none,
+    as `problem`."""
     if status is None or status.world_size is None or not lookup_device(status.device or ""):
         return {"problem": "no data sheet of the device"}
     # A page loads no code that a run's config names.
