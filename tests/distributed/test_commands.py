@@ -40,6 +40,7 @@ INSTEAD = {
     "torchtitan-lite convert export s3://my-bucket/llama s3://my-bucket/llama-hf": "true",
     'pip install -e ".[hf]"': "true",
     'pip install -e ".[llama]"': "true",
+    'pip install -e ".[eval]"': "true",
     f"{MAKE} hf:allenai/c4 stores/c4 --hf-name en --max-tokens 10000000000": (
         f"{MAKE} my_texts/ stores/c4 --max-tokens 1000"
     ),
@@ -56,9 +57,9 @@ INSTEAD = {
     "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B": (
         "torchtitan-lite convert export outputs/small Llama-3.2-1B"
     ),
-    'pip install "lm_eval[hf]"': "true",
-    "lm_eval --model hf --model_args pretrained=small-llama --tasks hellaswag,arc_easy "
-    "--device cuda:0 --batch_size 16": "true",
+    # tests/distributed/test_evaluate.py runs a task where lm_eval is installed.
+    "torchtitan-lite evaluate outputs/debug_model --tasks hellaswag arc_easy --limit 200": "true",
+    "torchtitan-lite evaluate outputs/debug_model --tasks my_text --include-path tasks": "true",
     "pip install compressed-tensors": "true",
     "vllm serve outputs/saved-float8": "true",
     # The benchmark takes minutes; tests/distributed/test_bench_runs.py runs some of its rows.
