@@ -75,7 +75,6 @@ BEFORE = {
 }
 """What a page takes for done."""
 EXIT_CODES = {
-    "./scripts/gpu_day.sh --out day": 2,  # it needs a GPU
 }
 RESUMES = re.compile(r"^(.*?) +# resumes at step (\d+)$", re.M)
 """Commands whose comment promises what they log."""
