@@ -1,6 +1,8 @@
 """Checkpoints in an object store, a real S3 server on loopback: what a save leaves when it fails,
 and what a run resumes from."""
 
+import contextlib
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -179,6 +181,25 @@ def test_a_store_that_refuses_to_give_a_file_stops_a_resume(
     server.fault = fails("GET", f"step-00000004/{part}", DENIED)
     with pytest.raises(StorageError, match=rf"step-00000004.*{part} cannot be read.*not yours"):
         find(folder)
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET /bucket"])
+def test_a_refusal_never_makes_a_checkpoint_a_draft(
+    method: str, server: Server, folder: Any
+) -> None:
+    """The next save would delete it."""
+    run = Run(folder, keep_latest_k=0)
+    run.train_and_save(2, 4)
+    for number in range(6):
+        asked = itertools.count()
+        server.fault = lambda request, number=number, asked=asked: (
+            DENIED if request.startswith(method) and next(asked) == number else None
+        )
+        run.train(2)
+        with contextlib.suppress(StorageError):
+            run.save()
+    server.fault = lambda request: None
+    assert {2, 4} <= {*steps_with_manifest(folder)}
 
 
 # ----- prune, set_aside_after, begin -----

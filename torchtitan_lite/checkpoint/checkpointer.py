@@ -214,10 +214,10 @@ class Checkpointer:
     def _hash_files(self, draft: Path) -> dict[str, FileEntry]:
         """Return size and hash of the files that this rank wrote."""
         rank = dist.get_rank()
-        files = [*draft.glob(f"__{rank}_*")]
-        if rank == 0:
-            files.append(draft / METADATA)
         with folders.storage_errors(draft):
+            files = [*draft.glob(f"__{rank}_*")]
+            if rank == 0:
+                files.append(draft / METADATA)
             total = sum(file.stat().st_size for file in files)
             with progress(f"hashing {draft}", total, shown=rank == 0) as bar:
                 hashes = {file: hash_file(file, bar.update) for file in files}
