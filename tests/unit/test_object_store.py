@@ -241,7 +241,14 @@ def test_foreign_objects_are_never_deleted(folder: Any) -> None:
     assert (folder / "step-00000002" / "notes.txt").read_bytes() == b"mine"
 
 
-# ----- new_folder, find_kind -----
+# ----- open_path, new_folder, find_kind -----
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "s3://bucket/a*", "s3://bucket/lr[1e-3]/a"])
+def test_open_path_refuses_what_stands_for_other_folders(url: str) -> None:
+    """fsspec deletes whatever a pattern matches."""
+    with pytest.raises(ConfigError, match=r"must name a bucket, and may not have \*, \? or \["):
+        open_path(url)
 
 
 def test_new_folder_copies_config_json_last(server: Server, folder: Any) -> None:
