@@ -34,7 +34,7 @@ def expand_user(path: str, *, what: str = "") -> str:
 def open_path(text: str) -> Any:
     """Return the Path of `text`, or the UPath of a URL. Raises ConfigError for a URL of an unknown
     scheme, or of one that needs a package that is missing, and for one without a bucket."""
-    text = text.removeprefix("file://")
+    text = text.removeprefix("file://").removeprefix("local://")
     if "://" not in text:
         return Path(text)
     if has_magic(text) or text.rstrip("/").endswith(":"):

@@ -114,7 +114,7 @@ class Checkpointer:
 
     def begin(self) -> None:
         """Set the checkpoints of earlier runs aside where `RunFolder.begin` does not: at a URL."""
-        if self.saves and is_remote(self.folder):
+        if self.saves:
             on_rank0(lambda: folders.set_aside_after(self.folder, 0))
 
     def load_weights(self, path: Path, args: ModelArgs) -> None:
