@@ -10,6 +10,8 @@ import pytest
 from launching import ENV, ROOT, launcher, read_records, torchrun, train, train_arguments
 from processes import kill_tree
 
+from torchtitan_lite.base.paths import open_path
+from torchtitan_lite.checkpoint.folders import find_checkpoints
 from torchtitan_lite.run.run_folder import read_status
 
 pytest.importorskip("moto")
@@ -74,3 +76,19 @@ def test_a_store_that_refuses_ends_a_run_with_its_words(server: Server, tmp_path
     server.fault = lambda request: None
     records = train(tmp_path / "again", *SAVES, url, processes=2)
     assert [record["step"] for record in records] == [3, 4, 5, 6]
+
+
+def test_load_step_0_never_goes_on_from_the_earlier_run(tmp_path: Path) -> None:
+    folder = f"file://{tmp_path}/bucket"
+    saves = [*SAVES, f"--checkpoint.folder={folder}"]
+    train(tmp_path / "run", *saves, processes=1)
+    afresh = "--checkpoint.load_step=0", "--training.steps=4"
+    train(tmp_path / "run", *saves, *afresh, processes=1)
+    assert [path.name[-1] for path in find_checkpoints(open_path(folder))] == ["2", "4"]
+
+    # Nor if the new run goes on from another folder.
+    start = f"--checkpoint.initial_load_path={tmp_path}/other/checkpoint/step-00000002"
+    train(tmp_path / "other", *SAVES, "--training.steps=2", processes=1)
+    moments = "--checkpoint.initial_load_model_only=false"
+    train(tmp_path / "run", *saves, *afresh, start, moments, processes=1)
+    assert [path.name[-1] for path in find_checkpoints(open_path(folder))] == ["4"]

@@ -74,6 +74,7 @@ def test_all_broken_rules_are_named():
     ('validation.enable = true, validation.seq_len = 64, validation.dataset = "c4", '
      "parallelism.pipeline_parallel_degree = 2", "one length"),
     ("validation.enable = true, validation.steps = -1", "name some"),
+    ('job.dump_folder = "s3://bucket/run"', r"only \[checkpoint\] folder may be a URL"),
     ('checkpoint.initial_load_path = "/base", checkpoint.enable = false', "unset"),
     ("checkpoint.last_save_in_hf = true, checkpoint.enable = false", "unset"),
     ("checkpoint.last_save_in_hf = true, checkpoint.load_only = true, checkpoint.enable = true",

@@ -1,6 +1,8 @@
 """Checkpoints in an object store, a real S3 server on loopback: what a save leaves when it fails,
 and what a run resumes from."""
 
+import contextlib
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -181,6 +183,25 @@ def test_a_store_that_refuses_to_give_a_file_stops_a_resume(
         find(folder)
 
 
+@pytest.mark.parametrize("method", ["HEAD", "GET /bucket"])
+def test_a_refusal_never_makes_a_checkpoint_a_draft(
+    method: str, server: Server, folder: Any
+) -> None:
+    """The next save would delete it."""
+    run = Run(folder, keep_latest_k=0)
+    run.train_and_save(2, 4)
+    for number in range(6):
+        asked = itertools.count()
+        server.fault = lambda request, number=number, asked=asked: (
+            DENIED if request.startswith(method) and next(asked) == number else None
+        )
+        run.train(2)
+        with contextlib.suppress(StorageError):
+            run.save()
+    server.fault = lambda request: None
+    assert {2, 4} <= {*steps_with_manifest(folder)}
+
+
 # ----- prune, set_aside_after, begin -----
 
 
@@ -220,7 +241,14 @@ def test_foreign_objects_are_never_deleted(folder: Any) -> None:
     assert (folder / "step-00000002" / "notes.txt").read_bytes() == b"mine"
 
 
-# ----- new_folder, find_kind -----
+# ----- open_path, new_folder, find_kind -----
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "s3://bucket/a*", "s3://bucket/lr[1e-3]/a"])
+def test_open_path_refuses_what_stands_for_other_folders(url: str) -> None:
+    """fsspec deletes whatever a pattern matches."""
+    with pytest.raises(ConfigError, match=r"must name a bucket, and may not have \*, \? or \["):
+        open_path(url)
 
 
 def test_new_folder_copies_config_json_last(server: Server, folder: Any) -> None:

@@ -133,6 +133,10 @@ def test_draw_chart_has_nothing_to_draw_without_values():
 
 
 @pytest.mark.filterwarnings("error")
+def test_draw_chart_of_the_smallest_numbers():
+    assert draw_chart([[curve([0, 1], [5e-324, 0])]]) is not None
+
+
 def test_draw_chart_of_the_largest_numbers():
     [(line, _)], _, _ = draw_chart([[curve([0, 2**63], [-1.7e308, 1.7e308])]])
     assert points(line) == [(0, 300), (300, 0)]

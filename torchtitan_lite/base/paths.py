@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,13 @@ def expand_user(path: str, *, what: str = "") -> str:
 
 def open_path(text: str) -> Any:
     """Return the Path of `text`, or the UPath of a URL. Raises ConfigError for a URL of an unknown
-    scheme, or of one that needs a package that is missing."""
-    text = text.removeprefix("file://")
+    scheme, or of one that needs a package that is missing, and for one without a bucket."""
+    text = text.removeprefix("file://").removeprefix("local://")
     if "://" not in text:
         return Path(text)
+    if has_magic(text) or text.rstrip("/").endswith(":"):
+        rule = "must name a bucket, and may not have *, ? or [, which stand for other names in it"
+        raise ConfigError(f"{text} {rule}")
     try:
         from upath import UPath  # of the [remote] extra
 

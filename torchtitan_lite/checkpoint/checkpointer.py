@@ -114,7 +114,7 @@ class Checkpointer:
 
     def begin(self) -> None:
         """Set the checkpoints of earlier runs aside where `RunFolder.begin` does not: at a URL."""
-        if self.saves and is_remote(self.folder):
+        if self.saves:
             on_rank0(lambda: folders.set_aside_after(self.folder, 0))
 
     def load_weights(self, path: Path, args: ModelArgs) -> None:
@@ -214,10 +214,10 @@ class Checkpointer:
     def _hash_files(self, draft: Path) -> dict[str, FileEntry]:
         """Return size and hash of the files that this rank wrote."""
         rank = dist.get_rank()
-        files = [*draft.glob(f"__{rank}_*")]
-        if rank == 0:
-            files.append(draft / METADATA)
         with folders.storage_errors(draft):
+            files = [*draft.glob(f"__{rank}_*")]
+            if rank == 0:
+                files.append(draft / METADATA)
             total = sum(file.stat().st_size for file in files)
             with progress(f"hashing {draft}", total, shown=rank == 0) as bar:
                 hashes = {file: hash_file(file, bar.update) for file in files}

@@ -56,7 +56,8 @@ def steps_with_folder(folder: Path) -> list[int]:
                 rule = "is a link, and links are not followed; move the folder itself there"
                 raise CheckpointError(f"[checkpoint] {path} {rule}.")
         if is_remote(folder):
-            return sorted(step for path, step in steps.items() if (path / MANIFEST).is_file())
+            # is_file would be False for a store's error too, and the next save deletes drafts.
+            return sorted(steps[path] for path in steps if path / MANIFEST in path.iterdir())
         return sorted(step for path, step in steps.items() if path.is_dir())
 
 
@@ -135,10 +136,10 @@ def commit(draft: Path, target: Path) -> None:
 def prune(folder: Path, keep: int) -> None:
     """Delete all checkpoints older than the newest `keep` whose sizes verify; 0 keeps all. One with
     a foreign file is kept, with a warning. Raises StorageError."""
-    steps = steps_with_manifest(folder)
-    sound = [step for step in steps if not find_problems(step_folder(folder, step), hashes=False)]
-    oldest_kept = sound[-keep:][0] if keep and sound else 0
     with storage_errors(folder):
+        steps = steps_with_manifest(folder)
+        sound = [n for n in steps if not find_problems(step_folder(folder, n), hashes=False)]
+        oldest_kept = sound[-keep:][0] if keep and sound else 0
         for step in (step for step in steps if step < oldest_kept):
             path = step_folder(folder, step)
             if foreign := _foreign_file(path):

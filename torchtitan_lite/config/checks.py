@@ -99,6 +99,9 @@ REFUSED: dict[str, dict[str, Any]] = {
         "[validation] dataset_path": None,
     },
     # Checkpoints.
+    "a run writes its folder on a disk; only [checkpoint] folder may be a URL": {
+        "[job] dump_folder": lambda folder: "://" in folder,
+    },
     **{
         f"set enable, or unset {key}": {f"[checkpoint] {key}": SET, "[checkpoint] enable": False}
         for key in ("initial_load_path", "initial_load_in_hf", "last_save_in_hf")

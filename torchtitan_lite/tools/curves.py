@@ -51,4 +51,4 @@ def find_ticks(low: float, high: float) -> Ticks:
 def _limits(values: Array) -> tuple[float, float]:
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     around = abs(low) / 10 or 1.0  # the only value
-    return (low, high) if low < high else (low - around, high + around)
+    return (low, high) if high - low > 1e-99 else (low - around, high + around)

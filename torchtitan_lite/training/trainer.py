@@ -92,7 +92,7 @@ class Trainer:
         on_rank0(
             lambda: None if run_folder is None else run_folder.begin(resumes=resumes, config=toml)
         )
-        if resume is None:
+        if not resumes:
             self.checkpointer.begin()
 
         # Measurements, and what runs the model under them.
