@@ -24,10 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the table, and write the page. Raises RunError."""
+    """Write the page, if asked for, and print the table. Raises RunError."""
     runs = read_runs(args.runs)
-    print(format_comparison(runs, last=args.last))
     if args.html is not None:
         from torchtitan_lite.tools.report import write_report  # torch takes seconds to import
 
         write_report(args.html, runs, last=args.last)
+    print(format_comparison(runs, last=args.last))
