@@ -113,7 +113,7 @@ class Checkpointer:
         logger.info(f"resumed from {path}{without}")
 
     def begin(self) -> None:
-        """Set the checkpoints of earlier runs aside where `RunFolder.begin` does not: at a URL."""
+        """Set all checkpoints in the folder aside: those at a URL, which a new run leaves there."""
         if self.saves:
             on_rank0(lambda: folders.set_aside_after(self.folder, 0))
 

@@ -98,6 +98,8 @@ def plan(
     job = resolve_auto(job, device=device, memory_gib=device.memory_gib)
     work = build_workload(job)
     meta = build_meta_model(job, choices=work.choices)
+
+    # The rate, and a given one that no device can reach.
     schedule = plan_schedule(work, work.time(device).step_s, tps=tps)
     schedule |= _plan_rates(schedule["tps"], meta.ledger, device)
     if tps is not None and (mfu := schedule["mfu"]) > 100:
