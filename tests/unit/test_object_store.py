@@ -95,7 +95,18 @@ def test_format_checkpoints_and_find_checkpoints_take_a_url(folder: Any) -> None
     assert format_checkpoints(find_checkpoints(folder)).count(" ok") == 2
 
 
-# ----- Checkpointer: save that fails -----
+# ----- Checkpointer: start and save that fail -----
+
+
+def test_a_start_fails_if_the_store_refuses_to_be_written(server: Server, folder: Any) -> None:
+    with pytest.raises(StorageError, match=r"s3://no-such-bucket/.* cannot be written.*not exist"):
+        Run(open_path("s3://no-such-bucket/run")).checkpointer.begin()
+    Run(folder).train_and_save(2)
+    # A save deletes too.
+    for server.fault in (fails("PUT", ".write-test", DENIED), fails("POST", "/bucket", DENIED)):
+        with pytest.raises(StorageError, match=r"s3://bucket/.* cannot be written.*not yours"):
+            Run(folder).checkpointer.load(verified(folder / "step-00000002"))
+    Run(folder, load_only=True).checkpointer.load(verified(folder / "step-00000002"))
 
 
 @pytest.mark.parametrize("part", ["__0_0.distcp", ".metadata", "manifest.json"])

@@ -151,8 +151,12 @@ def prune(folder: Path, keep: int) -> None:
 
 def set_aside_after(folder: Path, step: int) -> None:
     """Rename the checkpoints after `step` and their Hugging Face models: a run that resumes from
-    `step` trains these steps again. Raises StorageError."""
+    `step` trains these steps again. Raises StorageError, also if a bucket cannot be written: known
+    at the start, not at the first save."""
     with storage_errors(folder):
+        if is_remote(folder):
+            (folder / ".write-test").write_bytes(b"")
+            (folder / ".write-test").unlink()
         for path in sorted(folder.iterdir() if folder.exists() else [], reverse=True):
             named = STEP.fullmatch(path.name.removesuffix(HF_SUFFIX))
             if named and int(named[1]) > step and path.is_dir():

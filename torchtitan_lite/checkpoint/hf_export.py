@@ -95,13 +95,17 @@ def new_folder(target: Any) -> Iterator[Path]:
     way; StorageError."""
     exists = "exists; remove it, or write to another folder."
     if is_remote(target):
-        with storage_errors(target), TemporaryDirectory() as made:
+        with storage_errors(target):
             if target.exists():
                 raise ConfigError(f"{target} {exists}")
-            yield Path(made)
+        with TemporaryDirectory() as made:
+            with storage_errors(Path(made)):
+                yield Path(made)
             # Without config.json, which is copied last, the folder is no model.
-            for path in sorted(Path(made).iterdir(), key=lambda path: path.name == "config.json"):
-                target.fs.put_file(str(path), (target / path.name).path)
+            files = sorted(Path(made).iterdir(), key=lambda file: file.name == "config.json")
+            with storage_errors(target):
+                for file in files:
+                    target.fs.put_file(str(file), (target / file.name).path)
         return
     target = target.resolve()
     draft = target.parent / f".tmp-{target.name}"
