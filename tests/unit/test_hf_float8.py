@@ -72,8 +72,7 @@ def loaded(folder: Path, like: Transformer) -> dict[str, Tensor]:
     ("args", "keys", "kept"),
     [
         (ARGS, {}, {"lm_head"}),
-        (replace(ARGS, vocab_size=48), {"convert_output": True}, set()),
-        (TIED, {"convert_output": True}, {"lm_head"}),
+        (replace(ARGS, vocab_size=48), {"convert_output": True}, {"lm_head"}),
         (
             ARGS,
             {"filter_fqns": ("wk", "layers.0.feed_forward")},

@@ -19,15 +19,14 @@ SCALE = "_scale"  # suffix of a weight's name in the name of its scales
 
 def trained_in_float8(args: ModelArgs, float8: Float8Config) -> tuple[list[str], list[str]]:
     """Return the weights of the linears that a run trained in float8, and the other linears as
-    Hugging Face names them. A tied output is the embedding too, so it is among the latter. Raises
-    ConfigError if there are none of the former."""
+    Hugging Face names them. The output is among the latter: vLLM takes none in float8. Raises
+    ConfigError for a run without float8."""
     if not float8.enable_float8_linear:
         raise ConfigError(
             "[float8] enable_float8_linear = false in the checkpoint's config: only linears that "
             "trained in float8 are exported in it; use --dtype bfloat16."
         )
-    own_output = float8.convert_output and not args.tie_embeddings
-    float8 = float8.model_copy(update={"convert_output": own_output})
+    float8 = float8.model_copy(update={"convert_output": False})
     with torch.device("meta"):
         choices = select_linears(Transformer(args), float8, tp_degree=1, tokens=None)
     linears = {f"{name}.weight": each.converted for each in choices for name in each.names}
