@@ -23,7 +23,6 @@ from torchtitan_lite.config.job import Job
 from torchtitan_lite.config.keys import config_changes
 from torchtitan_lite.data.corpus import (
     build_corpora,
-    build_validation_corpus,
     check_same_data,
     log_data,
     open_validation,
@@ -85,10 +84,7 @@ def build_batches(
     if training.has_outside_data:
         batches = build_outside_batches(job, tokenizer, **place)
         if validation.enable:
-            store = open_validation(training, validation, tokenizer)
-            validation_corpus, validated = build_validation_corpus(
-                training, validation, store, **shape
-            )
+            validation_corpus, validated = open_validation(training, validation, tokenizer, **shape)
     else:
         corpus, validation_corpus, validated = build_corpora(
             training,
