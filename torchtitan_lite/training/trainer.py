@@ -19,7 +19,7 @@ from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config.job import Job
-from torchtitan_lite.data.dataloader import PREFETCHED, Batch, prefetch
+from torchtitan_lite.data.dataloader import Batch, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.float8.observe import StepObserver
@@ -104,8 +104,7 @@ class Trainer:
             job, self.built, mesh, device=device, timed=self.metrics.timed
         )
         self.build_optional(tokenizer)
-        ahead = max(PREFETCHED, job.batch.grad_accum_steps)
-        self.prefetched = prefetch(self.batches, device=device, ahead=ahead)
+        self.prefetched = prefetch(self.batches, device=device, ahead=job.batch.grad_accum_steps)
 
     def build_optional(self, tokenizer: Tokenizer) -> None:
         """Build what only some configs ask for. Only runs with them load its modules."""
