@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 VERSION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
@@ -33,9 +36,6 @@ def update_shards() -> None:
     a step for 57 parameters, and 0.1 s in the first. The kernel reads and writes the same memory.
     Seen: torch 2.13. Remove: when DTensor is as fast.
     """
-    from torch.distributed.tensor import DTensor
-    from torch.optim import Optimizer
-
     group = inspect.unwrap(Optimizer._group_tensors_by_device_and_dtype)
 
     @wraps(group)
@@ -62,7 +62,6 @@ def replace_gathered(module: Any, replace: Callable[[nn.Module, Tensor, Any], An
     each operator would be slow, as in the optimizer, and it does not know of tensor parallelism.
     Seen: torch 2.13. Remove: when FSDP takes a function of what it has gathered.
     """
-    from torch.distributed.tensor import DTensor
 
     def gather_and_replace(param: Any, linear: nn.Module, gather: Callable[[], None]) -> None:
         first = not hasattr(param, "gathered")
@@ -170,9 +169,8 @@ def fuse_norms_with_their_gradients() -> None:
     """Compute the gradient of a norm's weight in the kernel that computes that of its input.
 
     Changes: `MixOrderReduction.get_fusion_score` of Inductor, for kernels on GPUs.
-    Why: a fusion of sums over rows with sums over columns is rated by elements, and every other by
-    bytes. So the weight gradients of a block's two norms are fused with each other, and read again
-    what the kernels of both norms have read.
+    Why: a fusion of sums over rows with sums over columns is rated by elements, others by bytes. So
+    the weight gradients of a block's two norms are fused, and read again what both norms have read.
     Seen: torch 2.11 to 2.13. Remove: once such fusions are rated by bytes.
     """
     from torch._inductor.scheduler import BaseSchedulerNode, MixOrderReduction
@@ -180,12 +178,10 @@ def fuse_norms_with_their_gradients() -> None:
 
     def shared_bytes(rows: BaseSchedulerNode, columns: BaseSchedulerNode) -> int:
         shared = MixOrderReduction.get_common_read(rows, columns)
-        return MixOrderReduction.get_numel(rows) * sum(
-            V.graph.get_dtype(name).itemsize for name in shared
-        )
+        bytes_of_row = sum(V.graph.get_dtype(name).itemsize for name in shared)
+        return MixOrderReduction.get_numel(rows) * bytes_of_row
 
-    scored: Any = MixOrderReduction
-    scored.get_fusion_score = staticmethod(shared_bytes)
+    MixOrderReduction.get_fusion_score = staticmethod(shared_bytes)  # type: ignore
 
 
 def store_transposes_in_tiles() -> None:
@@ -328,7 +324,6 @@ def fork_workers(worker: Callable[..., Any]) -> None:
     worker it loses the order of failures, and waits for ever for one that ends by `os._exit(0)`.
     Remove: when it has neither fault.
     """
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def start(self: Any, args: tuple[str, ...], env: dict[str, str]) -> Any:
         _, *words = args  # the first is the program
@@ -344,8 +339,6 @@ def spare_compilers() -> None:
     Why: an interrupted compiler leaves an empty file in the cache, at which every later run fails.
     Remove: when torch signals the process alone.
     """
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
     close = SubprocessHandler.close
 
     def close_worker(self: Any, death_sig: signal.Signals | None = None) -> None:

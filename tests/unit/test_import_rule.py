@@ -29,6 +29,7 @@ LATE = {
     ("parallel.parallelize", "parallel.tensor_parallel.enable_async_tensor_parallel"),
     ("run.launch", "run.agent.Task"),
     ("run.launch", "run.agent.main"),
+    ("training.build", "metrics.stage_times.StageTimes"),
     ("training.model", "float8.graph_passes.add_passes"),
     ("training.model", "parallel.pipeline.PipelinedMicrobatches"),
     ("training.model", "parallel.tensor_parallel.float8_gathers"),
@@ -36,7 +37,6 @@ LATE = {
     ("training.optim", "training.muon.Muon"),
     ("training.trainer", "checkpoint.hf_export"),
     ("training.trainer", "float8.numerics.NumericsMonitor"),
-    ("training.trainer", "metrics.stage_times.StageTimes"),
     ("training.trainer", "training.profiling.Profiler"),
     ("training.trainer", "training.samples.Samples"),
 }

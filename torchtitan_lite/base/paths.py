@@ -5,12 +5,10 @@ store can do: no links, no locks, no rename but copy and delete. An object is th
 has arrived.
 """
 
-import errno
 import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -52,19 +50,12 @@ def open_path(text: str) -> Any:
     return path
 
 
-def listed_sizes(folder: Any) -> Callable[[Path], int]:
-    """List the folder at a URL once. Return a function from a file to its size in bytes, which
-    raises FileNotFoundError for a file that was not listed. Raises OSError."""
+def listed_sizes(folder: Any) -> dict[str, int]:
+    """Return the size in bytes of each file in the folder at a URL by its name, from one listing.
+    Raises OSError."""
     with os_errors(folder):
         found = folder.fs.find(folder.path, detail=True)
-    sizes = {name.rpartition("/")[2]: detail["size"] for name, detail in found.items()}
-
-    def size_of(path: Path) -> int:
-        if path.name not in sizes:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        return int(sizes[path.name])
-
-    return size_of
+    return {name.rpartition("/")[2]: int(detail["size"]) for name, detail in found.items()}
 
 
 def cache_folder(kind: str) -> Path:
@@ -74,14 +65,13 @@ def cache_folder(kind: str) -> Path:
     return Path(home) / "torchtitan_lite" / kind
 
 
-def fetch(path: Path) -> Path:
+def fetch(path: Any) -> Path:
     """Return `path`, or of a URL the copy of its file or folder in the cache. The first process of
     a host to ask makes the copy, while others wait. Raises OSError, ConfigError."""
     if not is_remote(path):
         return path
-    remote: Any = path
     with os_errors(path):
-        found = remote.fs.find(remote.path, detail=True)
+        found = path.fs.find(path.path, detail=True)
         if not found:
             raise FileNotFoundError("there is no object of that name")
         # Sizes, times and tags: another copy for other contents.
@@ -94,6 +84,6 @@ def fetch(path: Path) -> Path:
                 logger.info(f"copying {path} to {copy}")
                 draft = copy.with_name(f".{copy.name}.partial")
                 shutil.rmtree(draft, ignore_errors=True)
-                remote.fs.get(remote.path, str(draft), recursive=True)
+                path.fs.get(path.path, str(draft), recursive=True)
                 draft.rename(copy)
     return copy

@@ -27,11 +27,12 @@ def is_gathered_in_float8(weight: object) -> "TypeGuard[WeightWithDynamicFloat8C
 
 
 def has_one_scale(linear: object) -> bool:
-    """Return whether both float8 matmuls with the weight of `linear` take one cast of it, with one
-    scale."""
+    """Return whether `linear` is a Float8Linear whose input and weight have one scale each: both
+    matmuls with the weight take one cast of it, and shards can be cast before they are gathered."""
     if not is_float8_linear(linear):
         return False
-    return linear.config.cast_config_weight.scaling_granularity.name == "TENSORWISE"
+    casts = linear.config.cast_config_input, linear.config.cast_config_weight
+    return all(cast.scaling_granularity.name == "TENSORWISE" for cast in casts)
 
 
 def data_of(tensor: "Tensor") -> "list[Tensor]":

@@ -40,9 +40,8 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def draft_folder(folder: Path, step: int) -> Path:
     """Return the path at which the checkpoint of `step` is written, and at which it is deleted."""
-    if is_remote(folder):
-        return step_folder(folder, step)
-    return folder / f"{DRAFT_PREFIX}step-{step:08d}"
+    path = step_folder(folder, step)
+    return path if is_remote(folder) else path.with_name(f"{DRAFT_PREFIX}{path.name}")
 
 
 def steps_with_folder(folder: Path) -> list[int]:

@@ -185,18 +185,21 @@ def broken_files(
     # Largest first, so that the shares of the callers are about equal.
     order = sorted(files, key=lambda name: -files[name].size)
     read = {name for name in order[rank::world_size] if hashes or not name.endswith(TENSORS_SUFFIX)}
-    size_of = listed_sizes(folder) if is_remote(folder) else regular_size
+    sizes = listed_sizes(folder) if is_remote(folder) else None
     total = sum(files[name].size for name in read)
     with progress(f"verifying {folder}", total, shown=rank == 0) as bar:
         for name in order:
             path, entry = folder / name, files[name]
             try:
-                if (size := size_of(path)) != entry.size:
+                size = regular_size(path) if sizes is None else sizes[name]
+                if size != entry.size:
                     problems.append(f"{name} has {size} bytes, not {entry.size}")
                 elif name in read and hash_file(path, bar.update) != entry.sha256:
                     problems.append(f"{name}: its contents have changed")
             except ValueError as error:
                 problems.append(f"{name} {error}")
+            except KeyError:
+                problems.append(f"{name}: it is missing")
             except ABSENT as error:
                 problems.append(f"{name}: {error.strerror}")
             except OSError as error:

@@ -45,9 +45,9 @@ def build_corpora(
     validated = validation.steps * batch_size if validation.enable else 0
     held_out = mixture.counts(validated).tolist()
     if validation.enable and (validation.dataset or validation.dataset_path):
-        store = open_validation(training, validation, tokenizer)
-        other, validated = build_validation_corpus(training, validation, store, **shape)
-        twins = [each.fingerprint == store.fingerprint for each in stores.values()]
+        other, validated = open_validation(training, validation, tokenizer, **shape)
+        (own,) = other.stores.values()
+        twins = [each.fingerprint == own.fingerprint for each in stores.values()]
         held_out = [validated if is_twin else 0 for is_twin in twins]
         if any(held_out) and other.seq_len != training.seq_len:
             raise DataError(
@@ -64,11 +64,13 @@ def build_corpora(
 
 
 def open_validation(
-    training: TrainingConfig, validation: ValidationConfig, tokenizer: Tokenizer
-) -> TokenStore:
-    """Open the data that [validation] names."""
+    training: TrainingConfig, validation: ValidationConfig, tokenizer: Tokenizer, **shape: int
+) -> tuple[Corpus, int]:
+    """Open the data that [validation] names. Return it, and the number of samples to validate on. A
+    collective call."""
     path, dataset = validation.dataset_path, validation.dataset or training.dataset
-    return open_data("[validation]", path, training.text_field, tokenizer, dataset=dataset)
+    store = open_data("[validation]", path, training.text_field, tokenizer, dataset=dataset)
+    return build_validation_corpus(training, validation, store, **shape)
 
 
 def build_validation_corpus(

@@ -268,10 +268,10 @@ class ValidationBatches:
 
 
 def prefetch(
-    batches: Iterable[Batch], *, device: torch.device, ahead: int = PREFETCHED
+    batches: Iterable[Batch], *, device: torch.device, ahead: int = 0
 ) -> Generator[Batch, None, None]:
-    """Yield the same batches, `ahead` of them made in advance on a thread, in pinned memory where
-    `device` is a GPU. An error is raised when its batch's turn comes."""
+    """Yield the same batches, `ahead` of them, at least PREFETCHED, made in advance on a thread, in
+    pinned memory where `device` is a GPU. An error is raised when its batch's turn comes."""
     iterator = iter(batches)
 
     def make() -> Batch | None:
@@ -286,7 +286,7 @@ def prefetch(
 
     thread = ThreadPoolExecutor(1, "batches")
     try:
-        coming = deque(thread.submit(make) for _ in range(ahead))
+        coming = deque(thread.submit(make) for _ in range(max(ahead, PREFETCHED)))
         while (batch := coming.popleft().result()) is not None:
             coming.append(thread.submit(make))
             yield batch

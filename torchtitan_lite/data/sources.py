@@ -17,16 +17,7 @@ from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.paths import expand_user
 from torchtitan_lite.catalog.datasets import DATASETS, HF_PREFIX, NamedDataset
 
-from .rows import (
-    COMPRESSED,
-    Row,
-    build_row,
-    check_string,
-    grouped,
-    read_jsonl,
-    read_text,
-    reading,
-)
+from .rows import COMPRESSED, Row, build_row, check_string, grouped, read_jsonl, read_text, reading
 from .token_store import tokens_file
 
 TEXT_KINDS = dict.fromkeys((".txt", ".md", ".rst", ".py"), read_text)

@@ -108,12 +108,8 @@ def convert_to_float8(
     Linears stay that are called `output`, and those whose name has a part in `keep`. `tokens` is
     the number that the model sees at a time. On a CPU float8 is emulated. Raises ConfigError for
     sizes that are no multiple of the recipe's, and on a GPU without its matmuls."""
-    check_outside(
-        "recipe_name",
-        recipe_name,
-        recipe_name in RECIPES or ":" in recipe_name,
-        f"is none of {', '.join(RECIPES)}",
-    )
+    known = recipe_name in RECIPES or ":" in recipe_name
+    check_outside("recipe_name", recipe_name, known, f"is none of {', '.join(RECIPES)}")
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     patterns = tuple(each for each in keep if any(matches(each, name) for name in names))
     float8 = Float8Config(enable_float8_linear=True, recipe_name=recipe_name, filter_fqns=patterns)

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from torchtitan_lite.base.errors import ConfigError
-from torchtitan_lite.base.torchao_types import is_float8_linear
+from torchtitan_lite.base.torchao_types import has_one_scale
 from torchtitan_lite.catalog.flavors import COLUMN_SPLIT, ROW_SPLIT
 from torchtitan_lite.models.llama3 import Transformer
 from torchtitan_lite.patches import gather_float8_as_bytes
@@ -62,20 +62,11 @@ class _HeadParallel(ColwiseParallel):
         return ColwiseParallel._prepare_output_fn(layouts, use_local_output, mod, outputs, mesh)
 
 
-def gathers_float8(module: nn.Module) -> bool:
-    """Return whether `module` is a Float8Linear whose input has one scale per tensor, so that its
-    shards can be cast before they are gathered."""
-    return (
-        is_float8_linear(module)
-        and module.config.cast_config_input.scaling_granularity.value == "tensorwise"
-    )
-
-
 def apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh, *, loss_parallel: bool) -> None:
     """Split `model` over `tp_mesh` in place. With `loss_parallel` the logits stay DTensors that are
     split over the vocabulary; without it each rank gathers all of them."""
     # gloo cannot send float8 tensors.
-    if tp_mesh.device_type == "cpu" and any(map(gathers_float8, model.modules())):
+    if tp_mesh.device_type == "cpu" and any(map(has_one_scale, model.modules())):
         gather_float8_as_bytes()
 
     # The ends of the model: the embedding scatters, the projection to the vocabulary gathers.
@@ -86,7 +77,7 @@ def apply_tensor_parallel(model: Transformer, tp_mesh: DeviceMesh, *, loss_paral
         )
     if model.output is not None:
         plan["norm"] = SequenceParallel()
-        plan["output"] = _style(_HeadParallel, float8=gathers_float8(model.output))(
+        plan["output"] = _style(_HeadParallel, float8=has_one_scale(model.output))(
             input_layouts=Shard(1),
             output_layouts=Shard(-1) if loss_parallel else Replicate(),
             use_local_output=not loss_parallel,
@@ -104,7 +95,7 @@ def _block_plan(block: nn.Module) -> dict[str, Any]:
     for part, names in COLUMN_SPLIT.items():
         summed = ROW_SPLIT[part]
         float8 = {
-            name: gathers_float8(block.get_submodule(f"{part}.{name}")) for name in (*names, summed)
+            name: has_one_scale(block.get_submodule(f"{part}.{name}")) for name in (*names, summed)
         }
 
         # One gather serves all column-split linears. The rotary tables and the mask, which

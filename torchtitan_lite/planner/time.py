@@ -185,7 +185,6 @@ class Roofline:
         """Seconds in which all blocks gather two inputs of their linears [N, D] and scatter two
         sums, and the reverse in the backward pass. Activation checkpointing repeats the gathers of
         the forward pass, and the sums if it does not keep them."""
-
         nbytes = share.residual * share.tp
         one = self.gather_s(nbytes, share.tp)
         inputs, gradients = (

@@ -216,9 +216,4 @@ def describe(error: ChildFailedError | RunError) -> dict[str, Any]:
         return ended | {"cause": error_file["message"], "rank": rank if unexpected else None}
     killed = f"rank {rank} was killed by {failure.signal_name()}"
     print(killed, file=sys.stderr)  # other ranks, which only miss it, may report it first
-    return {
-        "cause": killed,
-        "cause_code": RankLostError.exit_code,
-        "rank": rank,
-        "killed": True,
-    }
+    return {"cause": killed, "cause_code": RankLostError.exit_code, "rank": rank, "killed": True}

@@ -82,8 +82,10 @@ def init_distributed(comm: CommConfig) -> torch.device:
     else:
         backend, device = "gloo", torch.device("cpu")
 
+    # Ranks of one host meet where no other host reaches them.
     if local_world_size() == world_size:
-        stay_on_loopback()
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
     store = connect_store(comm.init_timeout_seconds)
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -101,13 +103,6 @@ def has_gpus() -> bool:
             'CUDA_VISIBLE_DEVICES="" to compute on the CPU.'
         )
     return torch.cuda.is_available()
-
-
-def stay_on_loopback() -> None:
-    """Let the ranks of one host meet where no other host reaches them, unless the environment names
-    an interface."""
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
 
 
 def _set_up_gpu(comm: CommConfig) -> torch.device:

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_lite.base.collectives import on_all_ranks
 from torchtitan_lite.base.errors import CheckpointError, ConfigError
-from torchtitan_lite.base.jsonfile import parse_toml
 from torchtitan_lite.base.logger import logger
 from torchtitan_lite.base.outside import check_outside, load_object
 from torchtitan_lite.base.paths import open_path
@@ -24,7 +23,6 @@ from torchtitan_lite.config.job import Job
 from torchtitan_lite.config.keys import config_changes
 from torchtitan_lite.data.corpus import (
     build_corpora,
-    build_validation_corpus,
     check_same_data,
     log_data,
     open_validation,
@@ -54,7 +52,7 @@ def check_resume(resume: Resume, job: Job) -> None:
     this run's does not have. Log the config's changes since."""
     saved = resume.manifest
     check_model(saved.model, asdict(job.model_args), path=resume.path)
-    before = parse_toml(saved.config.encode()).get("optimizer", {}).get("name", "AdamW")
+    before = saved.tables.get("optimizer", {}).get("name", "AdamW")
     name = job.config.optimizer.name
     if before != name and not {before, name} <= {"AdamW", "Adam"} and not resume.new_moments:
         raise CheckpointError(
@@ -86,10 +84,7 @@ def build_batches(
     if training.has_outside_data:
         batches = build_outside_batches(job, tokenizer, **place)
         if validation.enable:
-            store = open_validation(training, validation, tokenizer)
-            validation_corpus, validated = build_validation_corpus(
-                training, validation, store, **shape
-            )
+            validation_corpus, validated = open_validation(training, validation, tokenizer, **shape)
     else:
         corpus, validation_corpus, validated = build_corpora(
             training,
@@ -191,9 +186,10 @@ def build_loaded_model(
 def build_metrics(
     job: Job,
     ledger: FlopsLedger,
+    mesh: DeviceMesh,
     *,
     device: torch.device,
-    total_steps: int,
+    last_step: int,
     progress: TrainingProgress,
 ) -> MetricsProcessor:
     """Build the metrics of a run that continues after `progress`."""
@@ -210,7 +206,7 @@ def build_metrics(
     run = WrittenRun(
         folder=job.folder,
         rank=dist.get_rank(),
-        total_steps=total_steps,
+        total_steps=last_step,
         resume_step=progress.step,
         config_toml=job.config.to_toml(),
     )
@@ -226,6 +222,14 @@ def build_metrics(
         writers=writers,
         start_tokens=progress.tokens,
     )
+    if job.degrees.pp > 1:
+        from torchtitan_lite.metrics.stage_times import StageTimes  # of pipelines only
+
+        metrics.stage_times = StageTimes(
+            [job.rank_stages(rank) for rank in range(job.degrees.pp)],
+            pipeline_rank=mesh["pp"].get_local_rank(),
+            flops=[ledger.count(names) for names in job.stages],
+        )
     if config.compile.enable:
         logger.info("the first step compiles the model, which may take minutes")
         compiling = ExitStack()

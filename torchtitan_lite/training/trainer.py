@@ -19,7 +19,7 @@ from torchtitan_lite.base.outside import load_object
 from torchtitan_lite.checkpoint.manifest import NEW_RUN, TrainingProgress
 from torchtitan_lite.checkpoint.resume import Resume
 from torchtitan_lite.config.job import Job
-from torchtitan_lite.data.dataloader import PREFETCHED, Batch, prefetch
+from torchtitan_lite.data.dataloader import Batch, prefetch
 from torchtitan_lite.data.tokenizer import Tokenizer
 from torchtitan_lite.float8.convert import update_scales
 from torchtitan_lite.float8.observe import StepObserver
@@ -63,6 +63,7 @@ class Trainer:
         self.device, self.run_folder = device, run_folder
         self.watchdog = watchdog or Watchdog(report=lambda *_: None)
         self.groups = Groups(job.degrees, device_type=device.type)
+        mesh = self.groups.mesh
 
         # Data, from the first sample that has not been trained on.
         progress = NEW_RUN if resume is None else resume.manifest.progress
@@ -79,7 +80,7 @@ class Trainer:
 
         # Model, optimizer, the checkpoint in both, and the guard.
         self.built, self.optimizer, self.checkpointer = build_loaded_model(
-            job, self.groups.mesh, device=device, resume=resume
+            job, mesh, device=device, resume=resume
         )
         self.model = self.built.model
         self.guard = UpdateGuard(
@@ -87,7 +88,7 @@ class Trainer:
         )
 
         # Until here nothing in the run folder has changed.
-        resumes = resume is not None and resume.path.parent == self.checkpointer.folder
+        resumes = self.checkpointer.last_saved is not None  # loaded from this folder
         toml = self.config.to_toml()
         on_rank0(
             lambda: None if run_folder is None else run_folder.begin(resumes=resumes, config=toml)
@@ -97,14 +98,13 @@ class Trainer:
 
         # Measurements, and what runs the model under them.
         self.metrics = build_metrics(
-            job, self.built.ledger, device=device, total_steps=self.last_step, progress=progress
+            job, self.built.ledger, mesh, device=device, last_step=self.last_step, progress=progress
         )
         self.microbatches = build_microbatches(
-            job, self.built, self.groups.mesh, device=device, timed=self.metrics.timed
+            job, self.built, mesh, device=device, timed=self.metrics.timed
         )
         self.build_optional(tokenizer)
-        ahead = max(PREFETCHED, job.batch.grad_accum_steps)
-        self.prefetched = prefetch(self.batches, device=device, ahead=ahead)
+        self.prefetched = prefetch(self.batches, device=device, ahead=job.batch.grad_accum_steps)
 
     def build_optional(self, tokenizer: Tokenizer) -> None:
         """Build what only some configs ask for. Only runs with them load its modules."""
@@ -112,14 +112,6 @@ class Trainer:
         key, named = "[training] after_step", self.config.training.after_step
         self.after_step = [load_object(key, each) for each in named]
         job, profiling, linears = self.job, self.config.profiling, self.built.linears
-        if job.degrees.pp > 1:
-            from torchtitan_lite.metrics.stage_times import StageTimes
-
-            self.metrics.stage_times = StageTimes(
-                [job.rank_stages(rank) for rank in range(job.degrees.pp)],
-                pipeline_rank=self.groups.mesh["pp"].get_local_rank(),
-                flops=[self.built.ledger.count(names) for names in job.stages],
-            )
         if profiling.enable_profiling or profiling.enable_memory_snapshot:
             from .profiling import Profiler
 
