@@ -178,9 +178,12 @@ def test_an_object_that_is_changed_or_cut_off_is_refused_for_the_one_before(fold
     with pytest.raises(BrokenCheckpoint, match=r"__0_0.distcp has 100 bytes"):
         open_checkpoint(newest, hashes=False)
     tensors.unlink()
-    with pytest.raises(BrokenCheckpoint, match=r"__0_0.distcp: "):
+    with pytest.raises(BrokenCheckpoint, match=r"__0_0.distcp: it is missing"):
         open_checkpoint(newest, hashes=False)
     assert resumed_step(folder) == 4
+    (newest / "manifest.json").unlink()
+    with pytest.raises(BrokenCheckpoint, match=r"manifest.json: No such file or directory"):
+        open_checkpoint(newest, hashes=False)
 
 
 @pytest.mark.parametrize("part", ["manifest.json", "__0_0.distcp"])

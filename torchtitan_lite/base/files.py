@@ -42,6 +42,8 @@ def os_errors(path: Path) -> Iterator[None]:
         number = next((number for kind, number in kinds if isinstance(error, kind)), None)
         number = number or getattr(error, "errno", None) or errno.EIO
         reason = " ".join(str(error).split()) or type(error).__name__
+        if number == errno.ENOENT:  # some libraries say the path alone
+            reason = f"{os.strerror(number)}: {reason}"
         raise OSError(number, reason, str(path)) from error
 
 
