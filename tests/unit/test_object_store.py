@@ -18,6 +18,7 @@ from torchtitan_lite.base.paths import fetch, open_path
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.folders import find_checkpoints, steps_with_manifest
 from torchtitan_lite.checkpoint.hf_export import new_folder
+from torchtitan_lite.checkpoint.hf_folder import HfReader
 from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint
 from torchtitan_lite.checkpoint.reading import open_checkpoint
 from torchtitan_lite.cli.checkpoint import format_checkpoints
@@ -266,7 +267,7 @@ def test_remove_drafts_deletes_a_model_that_is_not_whole(folder: Any) -> None:
     assert steps_with_manifest(folder) == [2]
 
 
-# ----- open_path, fetch, new_folder, find_kind -----
+# ----- open_path, fetch, HfReader, new_folder, find_kind -----
 
 
 @pytest.mark.parametrize(
@@ -294,6 +295,17 @@ def test_fetch_copies_no_object_to_outside_of_the_cache(
     with pytest.raises(OSError, match=r"one's name has \.\."):
         fetch(folder)
     assert not [*tmp_path.rglob("outside")]
+
+
+def test_hf_reader_of_a_store_that_refuses_a_file_does_not_call_the_model_broken(
+    server: Server, folder: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes(b"")
+    server.fault = fails("GET", "model.safetensors", DENIED)
+    with pytest.raises(StorageError, match="s3://bucket/.* cannot be read: not yours; "):
+        HfReader(folder)
 
 
 def test_new_folder_copies_config_json_last(server: Server, folder: Any) -> None:
