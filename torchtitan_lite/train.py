@@ -181,7 +181,7 @@ def export_last(trainer: Trainer) -> None:
         logger.warning("[checkpoint] last_save_in_hf = true, but no step was trained and saved")
         return
     target = saved.with_name(f"{saved.name}{HF_SUFFIX}")
-    if trainer.first_step > trainer.last_step and target.exists():
+    if trainer.first_step > trainer.last_step and (target / "config.json").exists():
         logger.info(f"{target} was there already, and is kept")
     else:
         # A checkpoint of weights alone has the type of the export already.

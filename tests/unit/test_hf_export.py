@@ -192,6 +192,9 @@ def test_existing_folders_and_files_are_not_overwritten(tmp_path, step_dir, name
     for there in (kept, Path("/")):
         with pytest.raises(ConfigError, match=f"{there} exists; remove it"):
             export_hf(step_dir, there)
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="/loop exists; remove it"):
+        export_hf(step_dir, tmp_path / "loop")
     with pytest.raises(StorageError, match="kept/.tmp-x cannot be written: Not a directory; "):
         export_hf(step_dir, kept / "x")
     assert kept.read_text() == "kept"

@@ -199,6 +199,7 @@ WHOLE = "must be a positive whole number"
         ({"attention_bias": True}, "attention_bias = true: this model has only false"),
         ({"mlp_bias": True}, "mlp_bias = true: this model has only false"),
         ({"tie_word_embeddings": "yes"}, 'tie_word_embeddings = "yes": must be true or false'),
+        ({"head_dim": "x" * 9999, "num_attention_heads": 2**31 - 1}, 'head_dim = "xx'),
         ({"head_dim": 16}, "head_dim = 16: .* hidden_size / num_attention_heads = 64 / 8"),
         ({"head_dim": None, "num_attention_heads": 7}, "head_dim = 9: .* = 64 / 7"),
         ({"head_dim": None, "hidden_size": 72}, "head_dim = 9: must be even"),

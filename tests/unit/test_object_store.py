@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ import torch.distributed as dist
 from test_checkpointer import BOTH_MODES, Run, differing, find, resumed_step, verified
 
 from torchtitan_lite.base.errors import CheckpointError, ConfigError, StorageError
-from torchtitan_lite.base.paths import open_path
+from torchtitan_lite.base.paths import fetch, open_path
 from torchtitan_lite.checkpoint import folders
 from torchtitan_lite.checkpoint.folders import find_checkpoints, steps_with_manifest
 from torchtitan_lite.checkpoint.hf_export import new_folder
+from torchtitan_lite.checkpoint.hf_folder import HfReader
 from torchtitan_lite.checkpoint.manifest import BrokenCheckpoint
 from torchtitan_lite.checkpoint.reading import open_checkpoint
 from torchtitan_lite.cli.checkpoint import format_checkpoints
@@ -255,14 +257,58 @@ def test_foreign_objects_are_never_deleted(folder: Any) -> None:
     assert (folder / "step-00000002" / "notes.txt").read_bytes() == b"mine"
 
 
-# ----- open_path, new_folder, find_kind -----
+def test_remove_drafts_deletes_a_model_that_is_not_whole(folder: Any) -> None:
+    Run(folder).train_and_save(2)
+    half, whole = folder / "step-00000002-hf", folder / "step-00000004-hf"
+    mine = folder / "best-hf"
+    for path in (half, whole, mine):
+        (path / "model.safetensors").write_bytes(b"")
+    (whole / "config.json").write_bytes(b"{}")
+    folders.remove_drafts(folder)
+    left = {"step-00000002", "step-00000004-hf", "best-hf"}
+    assert {name.partition("/")[0] for name in names(folder)} == left
+    assert steps_with_manifest(folder) == [2]
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///", "s3://bucket/a*", "s3://bucket/lr[1e-3]/a"])
+# ----- open_path, fetch, HfReader, new_folder, find_kind -----
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///", "://run", "s3://bucket/a*", "s3://bucket/lr[1e-3]/a"]
+)
 def test_open_path_refuses_what_stands_for_other_folders(url: str) -> None:
     """fsspec deletes whatever a pattern matches."""
     with pytest.raises(ConfigError, match=r"must name a bucket, and may not have \*, \? or \["):
         open_path(url)
+
+
+def test_open_path_names_a_store_that_needs_more_than_a_url() -> None:
+    with pytest.raises(ConfigError, match=r"^dir://a: .*; pip install"):
+        open_path("dir://a")
+
+
+def test_fetch_copies_no_object_to_outside_of_the_cache(
+    folder: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Its name may be anything, and fsspec of before August 2026 follows it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (folder / "config.json").write_bytes(b"{}")
+    assert (fetch(folder) / "config.json").is_file()
+    folder.fs.pipe_file(f"{folder.path}/../../outside", b"")
+    with pytest.raises(OSError, match=r"one's name has \.\."):
+        fetch(folder)
+    assert not [*tmp_path.rglob("outside")]
+
+
+def test_hf_reader_of_a_store_that_refuses_a_file_does_not_call_the_model_broken(
+    server: Server, folder: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_bytes(b"")
+    server.fault = fails("GET", "model.safetensors", DENIED)
+    with pytest.raises(StorageError, match="s3://bucket/.* cannot be read: not yours; "):
+        HfReader(folder)
 
 
 def test_new_folder_copies_config_json_last(server: Server, folder: Any) -> None:
@@ -279,3 +325,5 @@ def test_new_folder_copies_config_json_last(server: Server, folder: Any) -> None
 def test_find_kind_of_a_missing_url(folder: Any) -> None:
     with pytest.raises(CheckpointError, match=r"initial_load_path: s3://.* cannot be listed"):
         folders.find_kind(folder / "nothing")
+    with pytest.raises(CheckpointError, match="http://.* cannot be listed: Cannot connect"):
+        folders.find_kind(open_path("http://127.0.0.1:9/model"))

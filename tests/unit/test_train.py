@@ -127,8 +127,9 @@ def test_the_last_checkpoint_is_exported_in_its_type_unless_it_was_before(
     export = Mock(side_effect=lambda *paths, dtype: exports.append((*paths, dtype)))
     monkeypatch.setattr(hf_export, "export_hf", export)
     saved, exported = tmp_path / "step-00000020", tmp_path / "step-00000020-hf"
+    exported.mkdir()  # of an export that was killed, in a bucket
     for first_step, exists, count in ((1, False, 1), (21, False, 2), (21, True, 2), (1, True, 3)):
-        exported.mkdir(exist_ok=True) if exists else None
+        (exported / "config.json").touch() if exists else None
         train.export_last(ended_run(saved, first_step, **keys))
         assert exports == [(saved, exported, dtype)] * count
 

@@ -94,10 +94,11 @@ def remove_drafts(folder: Path) -> None:
     """Delete all drafts without foreign files. Raises StorageError."""
     with storage_errors(folder):
         if is_remote(folder):
-            complete = steps_with_folder(folder)
             for path in folder.iterdir() if folder.exists() else []:
-                named = STEP.fullmatch(path.name)
-                if named and int(named[1]) not in complete and not _foreign_file(path):
+                named = STEP.fullmatch(path.name.removesuffix(HF_SUFFIX))
+                is_model = path.name.endswith(HF_SUFFIX)
+                last = path / ("config.json" if is_model else MANIFEST)
+                if named and last not in path.iterdir() and (is_model or not _foreign_file(path)):
                     _delete(path)
             return
         for draft in folder.glob(f"{DRAFT_PREFIX}step-*"):
@@ -233,9 +234,8 @@ def find_checkpoints(path: Path) -> list[Path]:
     for folder in (path, *sorted(children)):
         if steps := steps_with_folder(folder):
             return [step_folder(folder, step) for step in steps]
-    problem = "is missing;"
-    if path.exists():
-        problem = "has no checkpoints; train with --checkpoint.enable, or"
+    there = "has no checkpoints; train with --checkpoint.enable, or"
+    problem = there if path.exists() else "is missing;"
     raise CheckpointError(
         f"{path} {problem} name a run folder, its folder of checkpoints, or a step's."
     )
@@ -256,14 +256,13 @@ def find_kind(path: Path) -> str:
     try:
         with os_errors(path):
             names = sorted(child.name for child in path.iterdir())
+        reason = f"holds {', '.join(names[-8:]) or 'nothing'}"
     except OSError as error:
         names, reason = [], f"cannot be listed: {error.strerror}"
-    else:
-        reason = f"holds {', '.join(names[-8:]) or 'nothing'}"
 
     # One of this project that has lost its manifest is broken, and not of torchtitan, which does
     # not fill the step with zeros.
-    if MANIFEST in names or STEP.search(path.resolve().name):
+    if MANIFEST in names or STEP.search((path if is_remote(path) else path.resolve()).name):
         return "torchtitan_lite"
     if ".metadata" in names:
         return "torchtitan"

@@ -107,10 +107,10 @@ def new_folder(target: Any) -> Iterator[Path]:
                 for file in files:
                     target.fs.put_file(str(file), (target / file.name).path)
         return
-    target = target.resolve()
+    target = Path(os.path.realpath(target))  # of a loop of links, itself
     draft = target.parent / f".tmp-{target.name}"
     for path in (target, draft):  # the root of all folders, without a name, is a target
-        if path.exists():
+        if os.path.lexists(path):
             raise ConfigError(f"{path} {exists}")
 
     with storage_errors(target):

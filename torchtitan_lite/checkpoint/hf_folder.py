@@ -29,7 +29,7 @@ from torchtitan_lite.models.hf_llama import HEAD, from_hf, hf_config, hf_names, 
 from torchtitan_lite.models.init import local_offset, local_part
 from torchtitan_lite.models.llama3 import Transformer
 
-from .manifest import BrokenCheckpoint, TensorEntry, check_model, listed
+from .manifest import BrokenCheckpoint, TensorEntry, check_model, listed, unreadable
 from .reading import SafeReader, open_checkpoint
 from .state import PREFIX, entries
 
@@ -63,9 +63,11 @@ class HfReader:
 
     def __init__(self, folder: Path) -> None:
         """Compare the headers of all files with config.json. Raises CheckpointError if they differ,
-        or if a file is missing or damaged. Of a URL, the copy in the cache is read."""
-        with hf_errors(folder):
+        or if one is missing or damaged; StorageError if a URL cannot be copied to the cache."""
+        try:
             self.folder = folder = fetch(folder)
+        except OSError as error:
+            raise unreadable(folder, error) from error
         config = folder / "config.json"
         with hf_errors(config):
             self.args = model_args(read_json_object(config))
@@ -124,9 +126,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
                 return dict.fromkeys(file.keys(), single)
     with hf_errors(index):
         places = read_json_object(index)["weight_map"]
-        for name in places.values():
-            if Path(name).name != name:
-                raise ValueError(f"{name} is not a file's name")
+        if wrong := [name for name in places.values() if Path(name).name != name]:
+            raise ValueError(f"{wrong[0]} is not a file's name")
         return {tensor: folder / name for tensor, name in places.items()}
 
 

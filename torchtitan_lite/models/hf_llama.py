@@ -107,7 +107,7 @@ def model_args(config: dict[str, Any]) -> ModelArgs:
     dim, heads, kv_heads = sizes["dim"], sizes["n_heads"], sizes["n_kv_heads"]
     head_dim = config.get("head_dim") or dim // heads
     rule = f"must be even, and hidden_size / num_attention_heads = {dim} / {heads}"
-    _require(head_dim * heads == dim and head_dim % 2 == 0, "head_dim", head_dim, rule)
+    _require(head_dim == dim / heads and head_dim % 2 == 0, "head_dim", head_dim, rule)
     rule = f"does not divide num_attention_heads = {heads}"
     _require(heads % kv_heads == 0, "num_key_value_heads", kv_heads, rule)
 
