@@ -176,6 +176,21 @@ def test_a_wrong_command_line_is_refused(words, pattern, run_toml):
 
 
 @pytest.mark.parametrize("key", [
+    'training.dataset_path = "P"', 'training.datasets = [{path = "P"}]',
+    'checkpoint = {folder = "P", enable = true}',
+    'checkpoint = {initial_load_path = "P", enable = true}',
+])  # fmt: skip
+def test_check_url_is_called_for_every_path_that_may_be_a_url(key, run_toml):
+    for url in ("s3://", "s3://bucket/a*"):
+        run_toml.write_text(key.replace("P", url))
+        (message,) = problems()
+        assert f"(from {run_toml.name}): " in message
+        assert f"{url} must name a bucket, and may not have" in message
+    run_toml.write_text(key.replace("P", "s3://bucket/a"))
+    assert '"s3://bucket/a"' in load().to_toml()
+
+
+@pytest.mark.parametrize("key", [
     'job.dump_folder = "P"', 'model.tokenizer_path = "P"', 'training.dataset_path = "P"',
     'training.datasets = [{path = "P"}]', 'validation.dataset_path = "P"',
     'checkpoint = {initial_load_path = "P", enable = true}',

@@ -29,15 +29,22 @@ def expand_user(path: str, *, what: str = "") -> str:
         raise ConfigError(problem) from error
 
 
-def open_path(text: str) -> Any:
-    """Return the Path of `text`, or the UPath of a URL. Raises ConfigError for a URL of an unknown
-    scheme, or of one that needs a package that is missing, and for one without a bucket."""
-    text = text.removeprefix("file://").removeprefix("local://")
-    if "://" not in text:
-        return Path(text)
-    if has_magic(text) or ":" in (text[0], text.rstrip("/")[-1]):
+def check_url(text: str) -> str:
+    """Return `text`. Raises ConfigError if it is a URL without a bucket, or with a pattern: fsspec
+    deletes whatever a pattern matches."""
+    is_url = "://" in text.removeprefix("file://").removeprefix("local://")
+    if is_url and (has_magic(text) or ":" in (text[0], text.rstrip("/")[-1])):
         rule = "must name a bucket, and may not have *, ? or [, which stand for other names in it"
         raise ConfigError(f"{text} {rule}")
+    return text
+
+
+def open_path(text: str) -> Any:
+    """Return the Path of `text`, or the UPath of a URL. Raises ConfigError for a URL of an unknown
+    scheme, of one that needs a package that is missing, or as `check_url` does."""
+    text = check_url(text).removeprefix("file://").removeprefix("local://")
+    if "://" not in text:
+        return Path(text)
     try:
         from upath import UPath  # of the [remote] extra
 

@@ -12,6 +12,7 @@ from .types import (
     Count,
     DatasetName,
     Name,
+    NameOrURL,
     Names,
     OutsideNames,
     PathName,
@@ -35,7 +36,7 @@ class JobConfig(Section):
 class CheckpointConfig(Section):
     enable: bool = False
     """Save checkpoints, and resume from the newest one in the run folder."""
-    folder: Name = "checkpoint"
+    folder: NameOrURL = "checkpoint"
     """Folder of the checkpoints, within job.dump_folder, or a URL such as s3://bucket/folder."""
     interval: Count = 500
     """Steps between saves; the last step is always saved."""

@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
-from torchtitan_lite.base.paths import expand_user
+from torchtitan_lite.base.paths import check_url, expand_user
 from torchtitan_lite.catalog.datasets import DATASETS
 from torchtitan_lite.catalog.lr_schedule import DECAYS
 from torchtitan_lite.catalog.recipes import RECIPES
@@ -37,7 +37,8 @@ Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Name = Annotated[Text, Field(min_length=1)]
 PathOrEmpty = Annotated[Text, AfterValidator(expand_user)]
 """A path, in which ~ is the user's home, or ""."""
-PathName = Annotated[Name, AfterValidator(expand_user)]
+NameOrURL = Annotated[Name, AfterValidator(check_url)]
+PathName = Annotated[NameOrURL, AfterValidator(expand_user)]
 Names = Annotated[tuple[Name, ...], Strict(False)]
 """A TOML array of strings; kept as a tuple, because a section is frozen."""
 OUTSIDE = "module:name"
