@@ -155,7 +155,9 @@ class Recorder(Writer):
 class Run:
     """A run on a clock of its own, with 1,000 tokens a step."""
 
-    def __init__(self, *, log_freq=1, start_step=0, peaks=H100, late=False) -> None:
+    def __init__(
+        self, *, log_freq=1, start_step=0, peaks=H100, late=False, stage_times=None
+    ) -> None:
         self.recorder, self.step, self.device = Recorder(), start_step, Device(late=late)
         self.metrics = MetricsProcessor(
             log_freq=log_freq,
@@ -166,6 +168,7 @@ class Run:
             seq_len=100,
             writers=[self.recorder],
             start_tokens=1000 * start_step,
+            stage_times=stage_times,
         )
         self.metrics.record_event = self.device.record_event
         self.metrics._began = self.device.record_event()
@@ -250,10 +253,9 @@ def test_log_freq_averages_over_the_steps_since_the_last_record():
 
 
 def test_totals_of_a_pipeline_exclude_the_first_step_and_time_outside_of_steps():
-    run = Run(log_freq=2)
-    run.metrics.stage_times = StageTimes(
-        [(0, 2), (1, 3)], pipeline_rank=1, flops=[{"bf16": 1000}] * 4
-    )
+    stages = [(0, 2), (1, 3)]
+    stage_times = StageTimes(stages, pipeline_rank=1, flops=[{"bf16": 1000}] * 4)
+    run = Run(log_freq=2, stage_times=stage_times)
 
     def train_step(seconds: float) -> StepRecord | None:
         with run.metrics.timed("pipeline"):
@@ -267,7 +269,7 @@ def test_totals_of_a_pipeline_exclude_the_first_step_and_time_outside_of_steps()
     own = run.metrics.own_times()
     assert own[1:] == [1, 305.0, 200.0, 100.0]
     ranks = [[1, 1, 305, 100, 200], own]  # the baseline
-    run.metrics.stage_times.exchanged(torch.tensor(ranks, dtype=torch.float64))
+    stage_times.exchanged(torch.tensor(ranks, dtype=torch.float64))
     for seconds in (3.0, 5.0, 7.0):
         train_step(seconds)
         with run.metrics.outside_step("validation", step=run.step), run.metrics.timed("stage 1"):
@@ -278,7 +280,7 @@ def test_totals_of_a_pipeline_exclude_the_first_step_and_time_outside_of_steps()
 
     # What all ranks exchanged is in the next record: 3 steps of 20 s, 10 and 15 s of which compute.
     ranks = [[1, 4, 365, 115, 215], [2, *times]]
-    run.metrics.stage_times.exchanged(torch.tensor(ranks, dtype=torch.float64))
+    stage_times.exchanged(torch.tensor(ranks, dtype=torch.float64))
     train_step(9.0)
     record = train_step(11.0)
     assert record.bubble_pct == pytest.approx(37.5)

@@ -94,12 +94,13 @@ class MetricsProcessor:
         seq_len: int,
         writers: list[Writer],
         start_tokens: int,
+        stage_times: "StageTimes | None" = None,
     ) -> None:
-        """`start_tokens` is the number of tokens of earlier processes of the run."""
+        """`start_tokens` is the number of tokens of earlier processes of the run. `stage_times`
+        are of a pipeline."""
         self.log_freq, self.ledger, self.peaks = log_freq, ledger, peaks
         self.device, self.n_devices, self.seq_len = device, n_devices, seq_len
-        self.writers = writers
-        self.stage_times: StageTimes | None = None  # of a pipeline, set before the first step
+        self.writers, self.stage_times = writers, stage_times
         self._most_skips: StepValues | None = None  # of the step with the most consecutive ones
 
         # The steps that the host has not read yet, and the time of the one that runs.

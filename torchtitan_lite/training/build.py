@@ -212,6 +212,15 @@ def build_metrics(
     )
     writers: list[Writer] = []
     on_all_ranks(lambda: writers.extend(build_writers(config.metrics, run)))
+    stage_times = None
+    if job.degrees.pp > 1:
+        from torchtitan_lite.metrics.stage_times import StageTimes  # of pipelines only
+
+        stage_times = StageTimes(
+            [job.rank_stages(rank) for rank in range(job.degrees.pp)],
+            pipeline_rank=mesh["pp"].get_local_rank(),
+            flops=[ledger.count(names) for names in job.stages],
+        )
     metrics = MetricsProcessor(
         log_freq=config.metrics.log_freq,
         ledger=ledger,
@@ -221,15 +230,8 @@ def build_metrics(
         seq_len=config.training.seq_len,
         writers=writers,
         start_tokens=progress.tokens,
+        stage_times=stage_times,
     )
-    if job.degrees.pp > 1:
-        from torchtitan_lite.metrics.stage_times import StageTimes  # of pipelines only
-
-        metrics.stage_times = StageTimes(
-            [job.rank_stages(rank) for rank in range(job.degrees.pp)],
-            pipeline_rank=mesh["pp"].get_local_rank(),
-            flops=[ledger.count(names) for names in job.stages],
-        )
     if config.compile.enable:
         logger.info("the first step compiles the model, which may take minutes")
         compiling = ExitStack()
