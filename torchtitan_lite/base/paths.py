@@ -40,8 +40,8 @@ def check_url(text: str) -> str:
 
 
 def open_path(text: str) -> Any:
-    """Return the Path of `text`, or the UPath of a URL. Raises ConfigError for a URL of an unknown
-    scheme, of one that needs a package that is missing, or as `check_url` does."""
+    """Return the Path of `text`, or the UPath of a URL. Raises ConfigError for a URL without a
+    bucket, with a pattern, or of a scheme that is unknown or whose package is missing."""
     text = check_url(text).removeprefix("file://").removeprefix("local://")
     if "://" not in text:
         return Path(text)
@@ -73,15 +73,15 @@ def cache_folder(kind: str) -> Path:
 
 
 def fetch(path: Any) -> Path:
-    """Return `path`, or of a URL the copy of its file or folder in the cache. The first process of
-    a host to ask makes the copy, while others wait. Raises OSError, ConfigError."""
+    """Return `path`; for a URL, the cached copy of its file or folder. The first process of a host
+    makes the copy while the others wait. Raises OSError, ConfigError."""
     if not is_remote(path):
         return path
     with os_errors(path):
         found = path.fs.find(path.path, detail=True)
         if not found or ".." in "/".join(found).split("/"):  # which would leave the copy
             raise FileNotFoundError("there is no object of that name, or one's name has ..")
-        # Sizes, times and tags: another copy for other contents.
+        # Sizes, times and tags, so that changed contents are copied again.
         key = hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
         copy = cache_folder("fetched") / key / path.name
         copy.parent.mkdir(parents=True, exist_ok=True)

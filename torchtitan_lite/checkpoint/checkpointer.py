@@ -113,7 +113,7 @@ class Checkpointer:
         logger.info(f"resumed from {path}{without}")
 
     def begin(self) -> None:
-        """Set all checkpoints in the folder aside: those at a URL, which a new run leaves there."""
+        """Set aside all checkpoints at a URL; those on a disk have moved to previous/ by now."""
         if self.saves:
             on_rank0(lambda: folders.set_aside_after(self.folder, 0))
 

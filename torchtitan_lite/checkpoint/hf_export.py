@@ -49,8 +49,8 @@ def export_hf(
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face model into a new folder, in files of at
-    most `max_shard_bytes`, unless one tensor is larger; one is in memory at a time. With "float8",
-    linears that trained in it are in it, with scales beyond those bytes, and others in bfloat16.
+    most `max_shard_bytes`, unless one tensor is larger; one file is in memory at a time. "float8"
+    is for the linears that trained in it, with scales beyond those bytes; the rest is bfloat16.
 
     Raises CheckpointError unless every byte of the checkpoint verifies; ConfigError if `out_dir`
     exists, or if nothing trained in float8; StorageError if the disk fails."""
@@ -107,9 +107,9 @@ def new_folder(target: Any) -> Iterator[Path]:
                 for file in files:
                     target.fs.put_file(str(file), (target / file.name).path)
         return
-    target = Path(os.path.realpath(target))  # of a loop of links, itself
+    target = Path(os.path.realpath(target))  # a loop of links stays as it is
     draft = target.parent / f".tmp-{target.name}"
-    for path in (target, draft):  # the root of all folders, without a name, is a target
+    for path in (target, draft):  # "/" is refused too, though it has no name
         if os.path.lexists(path):
             raise ConfigError(f"{path} {exists}")
 
@@ -138,7 +138,7 @@ def write_weights(
     *,
     max_shard_bytes: int,
 ) -> None:
-    """Write weights, each in its type of `weights`, into one file, or several with an index."""
+    """Write each weight in its type in `weights`, into one file or several with an index."""
     names, room, total = hf_names(args, prefix=PREFIX), 0, 0
     shards: list[list[str]] = []
     for name in names:
@@ -163,7 +163,7 @@ def write_weights(
                 save_file(tensors, folder / file, metadata={"format": "pt"})
                 # safetensors lets the owner alone read it.
                 (folder / file).chmod(folder.stat().st_mode & 0o666)
-            except SafetensorError as error:  # tensors as these fail on the disk only
+            except SafetensorError as error:  # with such tensors only the disk can fail
                 raise unwritable(folder / file, f"{error}; make room") from error
             files |= dict.fromkeys(tensors, file)
     if len(shards) > 1:
@@ -173,7 +173,7 @@ def write_weights(
 def read_weight(
     reader: SafeReader, name: str, args: ModelArgs, entry: TensorEntry, float8: Float8Config
 ) -> list[Tensor]:
-    """Return a weight as Hugging Face has it, in the type of `entry`, with its scales if that is
+    """Return a weight in Hugging Face's layout and the type of `entry`, and its scales if that is
     float8. Raises CheckpointError if the type cannot hold a value."""
     weight, dtype = to_hf(name, reader.read_whole([name])[name], args), getattr(torch, entry.dtype)
     parts = quantize(weight, float8) if dtype.itemsize == 1 else [weight.to(dtype)]

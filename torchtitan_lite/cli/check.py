@@ -1,4 +1,4 @@
-"""Check a config as the start of a run would, without one: every error at once.
+"""Check a config without starting a run: print its layout and batch, or its errors.
 
 The config is named by --job.config_file, as in training. The check needs no GPU, reads neither text
 nor tokenizer, and takes less than a second.

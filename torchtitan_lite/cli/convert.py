@@ -1,9 +1,9 @@
-"""Convert a checkpoint to a model that Hugging Face's transformers read.
+"""Convert a checkpoint to a model that Hugging Face's transformers reads.
 
   export RUN OUT   write a run's newest checkpoint, or a step's folder, as safetensors, config.json,
                    a model card and, if transformers can read it, the tokenizer, into a new folder
 
-With --dtype float8 the linears that trained in float8 are in it, as vLLM and transformers load it.
+--dtype float8 writes the linears that trained in float8 as vLLM and transformers load them.
 
 Exit codes: 2 if the folder exists, or nothing trained in float8, 4 if the weights are broken or do
 not fit, 7 if the disk fails.

@@ -1,5 +1,5 @@
-"""Linears in float8 as vLLM and transformers load them, the format of the library
-compressed-tensors: beside a weight [R, C] are its scales, [1] or [R, 1], which multiply it."""
+"""Linears in float8 in the format of compressed-tensors, which vLLM and transformers load: each
+weight [R, C] comes with the scales, [1] or [R, 1], that multiply it."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def quantize(weight: Tensor, float8: Float8Config) -> list[Tensor]:
 
 
 def quantization_config(float8: Float8Config, *, ignore: list[str]) -> dict[str, Any]:
-    """Return the `quantization_config` of a config.json: all linears but those to `ignore`."""
+    """Return the `quantization_config` of config.json, for all linears but those to `ignore`."""
     number = {"num_bits": 8, "type": "float", "symmetric": True}
     strategy = "tensor" if float8.recipe.gathers_float8 else "channel"
     group = {

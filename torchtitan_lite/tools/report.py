@@ -29,7 +29,7 @@ CHARTS = ("loss", "validation_loss", "grad_norm", "tps", "mfu", "memory_gib")
 
 
 class ShownLine(Line):
-    """What is shown of a line of numerics.jsonl or samples.jsonl."""
+    """The fields of a line of numerics.jsonl or samples.jsonl that the page shows."""
 
     kinds: dict[str, dict[str, dict[str, float | None]]] = {}
     prompt: str = ""
@@ -73,7 +73,7 @@ def write_report(path: Path, runs: Runs, *, last: int) -> None:
 
 
 def find_curve(run: Run, key: str) -> Array:
-    """Return a curve [2, N]: millions of tokens, and the figure `key`; no first step of speeds."""
+    """Return a curve [2, N]: millions of tokens, and the figure `key`; speeds without step 1."""
     figures = run.validations if key == "validation_loss" else run.figures
     first = 1 if key in SPEEDS else 0
     return np.stack([figures["tokens"] / 1e6, figures[key]])[:, first:]
@@ -98,7 +98,7 @@ def plan_run(run: Run, status: Status | None) -> dict[str, Any]:
 
 
 def last_lines(file: Path, count: int) -> list[ShownLine]:
-    """Return the last lines of a file of records, without those of another form."""
+    """Return the last `count` lines of a file of records, without any that do not parse."""
     lines = []
     for content, _ in deque(read_records(file), maxlen=count):
         with suppress(ValidationError):

@@ -87,7 +87,7 @@ class Trainer:
             self.config.training, progress, device=device, group=self.groups.replicas
         )
 
-        # Until here the run folder is as it was, but for later checkpoints than `resume`.
+        # Nothing in the run folder has changed yet, but checkpoints after `resume` are set aside.
         resumes = self.checkpointer.last_saved is not None  # loaded from this folder
         toml = self.config.to_toml()
         on_rank0(
