@@ -34,7 +34,7 @@ INSTEAD = {
         "bash -n scripts/train.slurm"  # tests/distributed/test_slurm.py runs it
     ),
     # The network is not there for all. tests/distributed/test_object_store_runs.py has a bucket.
-    'pip install "torchtitan-lite[remote]"': "true",
+    'pip install -e ".[remote]"': "true",
     "./run_train.sh --checkpoint.enable --checkpoint.folder s3://my-bucket/llama": "true",
     "torchtitan-lite checkpoint verify s3://my-bucket/llama": "true",
     "torchtitan-lite convert export s3://my-bucket/llama s3://my-bucket/llama-hf": "true",

@@ -296,7 +296,7 @@ def test_later_steps_are_set_aside(folder, notices):
     assert [path.name for path in folder.glob("step-*-hf")] == ["step-00000020-hf"]
     [aside] = folder.glob("superseded-step-00000030-[0-9]*")
     assert find_problems(aside, hashes=True) == []
-    assert f"step-00000030 is of a run past step 20: kept as {aside}" in notices.text
+    assert f"step-00000030 is past step 20: kept as {aside}" in notices.text
     for step in (30, 40):
         assert len(list(folder.glob(f"superseded-step-000000{step}-hf-*"))) == 1
 

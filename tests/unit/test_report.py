@@ -206,6 +206,7 @@ def test_write_report_of_one_run_without_validation_or_config(tmp_path: Path):
     page = read_page([make_run(tmp_path / "run", [5], grad_norm=[None], mfu=[None])])
     assert page.rows[1][:2] == ["run", "1"] and ["none"] in page.rows
     assert page.tags.count("figure") == 2  # loss, memory: no speed has a second step
+    assert not any({"cast", "prompt"} & {*row} for row in page.rows)
 
 
 def test_write_report_escapes_what_runs_say(tmp_path: Path):

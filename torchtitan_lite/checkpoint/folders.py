@@ -163,7 +163,7 @@ def set_aside_after(folder: Path, step: int) -> None:
                 if not path.name.endswith(HF_SUFFIX):
                     _refuse_foreign(path)
                 kept = _set_aside(path, "superseded")
-                logger.info(f"{path} is of a run past step {step}: kept as {kept}")
+                logger.info(f"{path} is past step {step}: kept as {kept}")
 
 
 @contextmanager
@@ -180,8 +180,8 @@ def storage_errors(folder: Path) -> Iterator[None]:
 def unwritable(path: Path | str, reason: str) -> StorageError:
     """Return the error for a folder or file that cannot be written."""
     return StorageError(
-        f"[checkpoint] {path} cannot be written: {reason}, or write to another folder, in training "
-        "another [job] dump_folder or [checkpoint] folder."
+        f"[checkpoint] {path} cannot be written: {reason}, or write to another folder (of a run: "
+        "[job] dump_folder, [checkpoint] folder)."
     )
 
 

@@ -83,7 +83,7 @@ def export_hf(
         if tokenizer:
             ends = {key: config[key] for key in ("bos_token_id", "eos_token_id")}
             write_json(draft / "generation_config.json", ends)
-        kind = "float8" if trained else config["torch_dtype"]
+        kind = "float8 (compressed-tensors)" if trained else config["torch_dtype"]
         replace_file(draft / "README.md", model_card(manifest, dtype=kind))
     logger.info(f"{out_dir}: {len(weights)} tensors of step {manifest.progress.step}, {kind}")
 
