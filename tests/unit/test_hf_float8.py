@@ -73,6 +73,7 @@ def loaded(folder: Path, like: Transformer) -> dict[str, Tensor]:
     [
         (ARGS, {}, {"lm_head"}),
         (replace(ARGS, vocab_size=48), {"convert_output": True}, {"lm_head"}),
+        (TIED, {"convert_output": True}, {"lm_head"}),
         (
             ARGS,
             {"filter_fqns": ("wk", "layers.0.feed_forward")},

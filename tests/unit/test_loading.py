@@ -177,7 +177,7 @@ def test_a_wrong_command_line_is_refused(words, pattern, run_toml):
 
 @pytest.mark.parametrize("key", [
     'training.dataset_path = "P"', 'training.datasets = [{path = "P"}]',
-    'checkpoint = {folder = "P", enable = true}',
+    'validation.dataset_path = "P"', 'checkpoint = {folder = "P", enable = true}',
     'checkpoint = {initial_load_path = "P", enable = true}',
 ])  # fmt: skip
 def test_check_url_is_called_for_every_path_that_may_be_a_url(key, run_toml):

@@ -137,6 +137,7 @@ def test_draw_chart_of_the_smallest_numbers():
     assert draw_chart([[curve([0, 1], [5e-324, 0])]]) is not None
 
 
+@pytest.mark.filterwarnings("error")
 def test_draw_chart_of_the_largest_numbers():
     [(line, _)], _, _ = draw_chart([[curve([0, 2**63], [-1.7e308, 1.7e308])]])
     assert points(line) == [(0, 300), (300, 0)]

@@ -25,14 +25,14 @@ def expand_user(path: str, *, what: str = "") -> str:
         return str(Path(path).expanduser()) if path.startswith("~") else path
     except RuntimeError as error:
         home = path.partition("/")[0]
-        problem = f"{what}the folder {home} is not known; write the path in full"
-        raise ConfigError(problem) from error
+        fix = "write the path in full"
+        raise ConfigError(f"{what}the folder {home} is not known; {fix}") from error
 
 
 def check_url(text: str) -> str:
     """Return `text`. Raises ConfigError if it is a URL without a bucket, or with a pattern: fsspec
     deletes whatever a pattern matches."""
-    is_url = "://" in text.removeprefix("file://").removeprefix("local://")
+    is_url = "://" in _without_scheme(text)
     if is_url and (has_magic(text) or ":" in (text[0], text.rstrip("/")[-1])):
         rule = "must name a bucket, and may not have *, ? or [, which stand for other names in it"
         raise ConfigError(f"{text} {rule}")
@@ -42,7 +42,7 @@ def check_url(text: str) -> str:
 def open_path(text: str) -> Any:
     """Return the Path of `text`, or the UPath of a URL. Raises ConfigError for a URL without a
     bucket, with a pattern, or of a scheme that is unknown or whose package is missing."""
-    text = check_url(text).removeprefix("file://").removeprefix("local://")
+    text = _without_scheme(check_url(text))
     if "://" not in text:
         return Path(text)
     try:
@@ -55,6 +55,11 @@ def open_path(text: str) -> Any:
         fix = 'pip install "torchtitan-lite[remote]", and gcsfs, adlfs, ... for others than s3://'
         raise ConfigError(f"{text}: {error}; {fix}") from error
     return path
+
+
+def _without_scheme(text: str) -> str:
+    """Return a path without the scheme of local files."""
+    return text.removeprefix("file://").removeprefix("local://")
 
 
 def listed_sizes(folder: Any) -> dict[str, int]:

@@ -63,6 +63,8 @@ def steps_with_folder(folder: Path) -> list[int]:
 def steps_with_manifest(folder: Path) -> list[int]:
     """Return the steps whose folder has a manifest, ascending."""
     steps = steps_with_folder(folder)
+    if is_remote(folder):  # they have one
+        return steps
     return [step for step in steps if (step_folder(folder, step) / MANIFEST).is_file()]
 
 
@@ -234,8 +236,9 @@ def find_checkpoints(path: Path) -> list[Path]:
     for folder in (path, *sorted(children)):
         if steps := steps_with_folder(folder):
             return [step_folder(folder, step) for step in steps]
-    there = "has no checkpoints; train with --checkpoint.enable, or"
-    problem = there if path.exists() else "is missing;"
+    problem = "is missing;"
+    if path.exists():
+        problem = "has no checkpoints; train with --checkpoint.enable, or"
     raise CheckpointError(
         f"{path} {problem} name a run folder, its folder of checkpoints, or a step's."
     )
@@ -256,9 +259,10 @@ def find_kind(path: Path) -> str:
     try:
         with os_errors(path):
             names = sorted(child.name for child in path.iterdir())
-        reason = f"holds {', '.join(names[-8:]) or 'nothing'}"
     except OSError as error:
         names, reason = [], f"cannot be listed: {error.strerror}"
+    else:
+        reason = f"holds {', '.join(names[-8:]) or 'nothing'}"
 
     # One of this project that has lost its manifest is broken, and not of torchtitan, which does
     # not fill the step with zeros.

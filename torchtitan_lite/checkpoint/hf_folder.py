@@ -126,8 +126,9 @@ def weight_files(folder: Path) -> dict[str, Path]:
                 return dict.fromkeys(file.keys(), single)
     with hf_errors(index):
         places = read_json_object(index)["weight_map"]
-        if wrong := [name for name in places.values() if Path(name).name != name]:
-            raise ValueError(f"{wrong[0]} is not a file's name")
+        for name in places.values():
+            if Path(name).name != name:
+                raise ValueError(f"{name} is not a file's name")
         return {tensor: folder / name for tensor, name in places.items()}
 
 
